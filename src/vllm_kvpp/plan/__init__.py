@@ -1,0 +1,23 @@
+"""Pure planning: integers in, frozen values out. No torch, no vllm, no rank of its own."""
+
+from vllm_kvpp.plan.bundles import LayerBundle, LayerCache
+from vllm_kvpp.plan.cache_plan import NUM_SCRATCH_BUFFERS, BytesPerBlock, CachePlan, plan_cache
+from vllm_kvpp.plan.owners import assign_owner_ranks, split_into_groups
+from vllm_kvpp.plan.placement import ByteRange, PlacedBundle, PlacedCache, Placement, fit_num_blocks, place
+
+__all__ = [
+    "NUM_SCRATCH_BUFFERS",
+    "ByteRange",
+    "BytesPerBlock",
+    "CachePlan",
+    "LayerBundle",
+    "LayerCache",
+    "PlacedBundle",
+    "PlacedCache",
+    "Placement",
+    "assign_owner_ranks",
+    "fit_num_blocks",
+    "place",
+    "plan_cache",
+    "split_into_groups",
+]
