@@ -1,0 +1,1 @@
+"""What happens in which order in one forward. Knows no vLLM."""

@@ -1,0 +1,1 @@
+"""Bytes between the ranks of one group. Knows no layers and no vLLM."""
