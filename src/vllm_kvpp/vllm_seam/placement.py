@@ -1,0 +1,99 @@
+"""Cache specs in, KV cache tensors out: the plan in vLLM's terms."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor, MLAAttentionSpec
+
+from vllm_kvpp.errors import KVPPConfigError, KVPPSeamError
+from vllm_kvpp.plan import LayerCache, PlacedBundle, PlacedCache, Placement
+from vllm_kvpp.runtime.layer_transfers import TargetLayer
+from vllm_kvpp.transport.base import BundleMemory
+
+
+def describe_caches(specs: Mapping[str, KVCacheSpec]) -> tuple[LayerCache, ...]:
+    """Translate vLLM's cache specs.
+
+    Raises:
+        KVPPConfigError: a layer's cache is of another kind than MLA.
+    """
+    foreign = sorted({type(spec).__name__ for spec in specs.values() if type(spec) is not MLAAttentionSpec})
+    if foreign:
+        kinds = ", ".join(foreign)
+        raise KVPPConfigError(
+            [f"KVPP currently supports only non-hybrid MLA models. (the model has caches of: {kinds})"]
+        )
+    return tuple(LayerCache(name, _block_stride(spec)) for name, spec in specs.items())
+
+
+def _block_stride(spec: KVCacheSpec) -> int:
+    alignment = spec.get_block_stride_alignment()
+    return -(-spec.page_size_bytes // alignment) * alignment
+
+
+def rewrite_tensors(config: KVCacheConfig, placement: Placement) -> KVCacheConfig:
+    """Return the configuration with every cache where the plan puts it, in one allocation of the plan's size."""
+    return replace(config, kv_cache_tensors=[_make_tensor(placed, placement) for placed in placement.caches])
+
+
+def _make_tensor(placed: PlacedCache, placement: Placement) -> KVCacheTensor:
+    # One layer a tensor, layer outermost: the block stride is the page, so vLLM may still split blocks for a kernel.
+    return KVCacheTensor(
+        size=placement.num_bytes,
+        layers=[placed.cache.name],
+        layer_stride=placed.range.num_bytes,
+        block_stride=placed.cache.page_size_bytes,
+        offset=placed.range.offset,
+    )
+
+
+def find_backing(placement: Placement, layers: Mapping[str, Any]) -> torch.Tensor:
+    """The backing allocation as `[num_bytes]` uint8, after checking that every cache lies where the plan puts it.
+
+    `layers` maps cache names to the modules that hold them, as `kv_cache`.
+
+    Raises:
+        KVPPSeamError: vLLM placed a cache elsewhere.
+    """
+    storages = {layers[placed.cache.name].kv_cache.untyped_storage().data_ptr() for placed in placement.caches}
+    if len(storages) != 1:
+        raise KVPPSeamError(f"vLLM spread the KV cache over {len(storages)} allocations; KVPP placed it in one.")
+    any_cache: torch.Tensor = layers[placement.caches[0].cache.name].kv_cache
+    storage = any_cache.untyped_storage()
+    backing = torch.empty(0, dtype=torch.uint8, device=any_cache.device).set_(storage, 0, (storage.nbytes(),))
+    for placed in placement.caches:
+        _check_place(placed, layers[placed.cache.name].kv_cache, backing)
+    return backing
+
+
+def _check_place(placed: PlacedCache, cache: torch.Tensor, backing: torch.Tensor) -> None:
+    offset = cache.data_ptr() - backing.data_ptr()
+    last_byte = offset + sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)) * (
+        cache.element_size()
+    )
+    if offset != placed.range.offset or not placed.range.offset <= last_byte < placed.range.end <= backing.numel():
+        raise KVPPSeamError(
+            f"vLLM placed {placed.cache.name} at bytes [{offset}, {last_byte}] of the KV cache allocation; KVPP "
+            f"planned [{placed.range.offset}, {placed.range.end})."
+        )
+
+
+def view_layers(placement: Placement, backing: torch.Tensor) -> tuple[TargetLayer, ...]:
+    """The target layers in execution order, with the memory that their transfers use."""
+    return tuple(
+        TargetLayer(
+            names=tuple(placed.cache.name for placed in bundle.components),
+            memory=_view_bundle(bundle, placement.num_blocks, backing),
+        )
+        for bundle in placement.bundles
+    )
+
+
+def _view_bundle(bundle: PlacedBundle, num_blocks: int, backing: torch.Tensor) -> BundleMemory:
+    components = tuple(
+        backing[placed.range.offset : placed.range.end].view(num_blocks, placed.cache.page_size_bytes)
+        for placed in bundle.components
+    )
+    return BundleMemory(bundle.owner_rank, backing[bundle.range.offset : bundle.range.end], components)

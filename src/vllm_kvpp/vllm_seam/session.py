@@ -1,0 +1,160 @@
+"""KVPP's state in one worker, from the group to the running transfers. The worker class only calls it."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+from vllm_kvpp.config import read_settings
+from vllm_kvpp.deployment import find_refusals
+from vllm_kvpp.errors import KVPPBudgetError, KVPPConfigError
+from vllm_kvpp.plan import CachePlan, Placement, fit_num_blocks, place, plan_cache
+from vllm_kvpp.plan.summary import CacheSummary
+from vllm_kvpp.runtime.layer_transfers import LayerTransfers
+from vllm_kvpp.vllm_seam.attach import attach
+from vllm_kvpp.vllm_seam.deployment import describe_deployment
+from vllm_kvpp.vllm_seam.groups import make_group
+from vllm_kvpp.vllm_seam.log import logger
+from vllm_kvpp.vllm_seam.placement import describe_caches, find_backing, rewrite_tensors, view_layers
+
+
+class KVPPSession:
+    """One rank's KVPP: made in `init_device`, planned when memory is known, attached when the cache is bound."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        # The configuration has been validated when it was built, but vLLM goes on completing it behind that point.
+        if refusals := find_refusals(describe_deployment(vllm_config)):
+            raise KVPPConfigError(refusals)
+        assert isinstance(vllm_config.additional_config, dict)
+        options = read_settings(vllm_config.additional_config).options
+        self._vllm_config = vllm_config
+        self._group = make_group(vllm_config.parallel_config, device, options.transfer_timeout_seconds)
+        self._plan: CachePlan | None = None
+        self._available_bytes = 0
+        self._summary: CacheSummary | None = None
+        self._allocated_bytes = 0
+        self._transfers: LayerTransfers | None = None
+
+    def plan_budget(self, specs: dict[str, KVCacheSpec], available_bytes: int, model_runner: Any) -> int:
+        """Turn the physical budget into the logical one, from which the engine arrives at our block count (R-MEM-2).
+
+        Raises:
+            KVPPBudgetError: no request fits, or `num_gpu_blocks_override` does not.
+        """
+        if not specs:
+            return available_bytes
+        layout = self._vllm_config.cache_config.get_resolved_kv_cache_layout()
+        if not layout.is_layer_compact:
+            raise KVPPConfigError(
+                [
+                    f"KVPP needs a KV cache layout with whole layers. (the layout is {layout.name}; "
+                    "set the environment variable VLLM_KV_CACHE_LAYOUT to LBNHC)"
+                ]
+            )
+        draft_names = find_draft_names(self._vllm_config, model_runner)
+        plan = plan_cache(describe_caches(specs), group_size=self._group.size, draft_names=draft_names)
+        self._group.check_agreement("the cache plan", plan.digest)
+        self._plan = plan
+        self._available_bytes = available_bytes
+        num_blocks = fit_num_blocks(plan, self._group.rank, available_bytes)
+        self._check_budget(plan, num_blocks, block_size=next(iter(specs.values())).block_size)
+        return num_blocks * plan.full_bytes_per_block
+
+    def _check_budget(self, plan: CachePlan, num_blocks: int, *, block_size: int) -> None:
+        override = self._vllm_config.cache_config.num_gpu_blocks_override
+        if override is not None and override > num_blocks:
+            raise KVPPBudgetError(
+                f"num_gpu_blocks_override is {override}, but with KVPP {num_blocks} blocks fit. "
+                f"{self._describe_cost(plan)} Lower num_gpu_blocks_override to {num_blocks} or less."
+            )
+        model = self._vllm_config.model_config
+        # vLLM holds one block back. With max_model_len -1 it shortens the length itself.
+        needed = -(-model.max_model_len // block_size) + 1 if model.original_max_model_len != -1 else 2
+        if override is None and num_blocks < needed:
+            raise KVPPBudgetError(
+                f"One request of max_model_len {model.max_model_len} needs {needed} blocks, but with KVPP {num_blocks} "
+                f"fit. {self._describe_cost(plan)} Raise gpu_memory_utilization or kv_cache_memory_bytes, or lower "
+                f"max_model_len to {max(num_blocks - 1, 0) * block_size} or less."
+            )
+
+    def _describe_cost(self, plan: CachePlan) -> str:
+        per_block = plan.bytes_per_block(self._group.rank)
+        owned = [bundle.layer_number for bundle in plan.owned_bundles(self._group.rank)]
+        return (
+            f"A block costs group rank {self._group.rank} {per_block.total:,} bytes ({per_block.owned:,} for its "
+            f"layers {owned}, {per_block.draft:,} for draft layers, {per_block.scratch:,} for two scratch buffers), "
+            f"and {self._available_bytes:,} bytes are available."
+        )
+
+    def place(self, config: KVCacheConfig) -> KVCacheConfig:
+        """Rewrite the placement for this rank, with the number of blocks that the engine settled on."""
+        if self._plan is None:
+            return config
+        if len(config.kv_cache_groups) != 1:
+            raise KVPPConfigError(
+                [
+                    "KVPP currently supports only non-hybrid MLA models. "
+                    f"(vLLM made {len(config.kv_cache_groups)} KV cache groups of this model's layers)"
+                ]
+            )
+        self._group.check_agreement("the number of blocks", config.num_blocks)
+        placement = place(self._plan, self._group.rank, config.num_blocks)
+        if placement.num_bytes > self._available_bytes:
+            raise KVPPBudgetError(
+                f"{config.num_blocks} blocks need {placement.num_bytes:,} bytes, but {self._available_bytes:,} are "
+                f"available. {self._describe_cost(self._plan)}"
+            )
+        self._summary = CacheSummary(
+            plan=self._plan,
+            placement=placement,
+            group_rank=self._group.rank,
+            block_size=config.kv_cache_groups[0].kv_cache_spec.block_size,
+            available_bytes=self._available_bytes,
+        )
+        return rewrite_tensors(config, placement)
+
+    def attach(self, model_runner: Any) -> None:
+        """Check where the cache really lies, then attach to the runner."""
+        if self._summary is None:
+            return
+        placement: Placement = self._summary.placement
+        modules = self._vllm_config.compilation_config.static_forward_context
+        backing = find_backing(placement, modules)
+        self._allocated_bytes = backing.numel()
+        layers = view_layers(placement, backing)
+        self._transfers = LayerTransfers(layers, self._group.transport, self._group.label)
+        attach(self._transfers, layers, modules, model_runner)
+        if self._group.rank == 0 and self._vllm_config.parallel_config.data_parallel_index == 0:
+            logger.info("%s", "\n".join(self._summary.as_lines()))
+
+    def report(self) -> dict[str, Any]:
+        """The summary, the allocation as measured, and the counters, in plain values."""
+        summary = self._summary.as_dict() if self._summary is not None else {}
+        counters = dataclasses.asdict(self._transfers.counters) if self._transfers is not None else {}
+        return {
+            **summary,
+            "group_ranks": list(self._group.ranks),
+            "allocated_bytes": self._allocated_bytes,
+            "counters": counters,
+        }
+
+    @property
+    def transfers(self) -> LayerTransfers | None:
+        """The running transfers, None before the cache is bound."""
+        return self._transfers
+
+
+def find_draft_names(vllm_config: VllmConfig, model_runner: Any) -> frozenset[str]:
+    """The draft layers that the drafter really loaded (R-OWN-3).
+
+    Touches: `drafter._draft_attn_layer_names`. Because: no public name. Checked by: `check_seam`, and here.
+    """
+    if vllm_config.speculative_config is None:
+        return frozenset()
+    drafter = getattr(model_runner, "drafter", None)
+    if drafter is None:
+        # Drafts are made on the last pipeline stage only.
+        return frozenset()
+    return frozenset(drafter._draft_attn_layer_names)
