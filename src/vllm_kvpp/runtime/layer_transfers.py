@@ -130,7 +130,7 @@ class LayerTransfers:
         if not self._is_active or self._next_index == len(self._layers):
             return
         raise KVPPOrderError(
-            f"{self._layers[self._next_index].label} did not wait for its cache in this step, so the step's results are "
+            f"{self._layers[self._next_index].label} did not wait for its cache in this step, so its results are "
             "wrong. A recorded graph or a fused operation passes KVPP's hook by; run with --enforce-eager."
         )
 
