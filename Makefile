@@ -1,0 +1,65 @@
+# Everything runs in .venv, which `make env` builds from the lock file. Needs Python 3.11 or newer, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Where PyTorch publishes its CPU builds; asked only if the package index at hand has none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+
+.PHONY: help env demo test check lint types contracts unit distributed engine seam-table lock build clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+env: $(STAMP) ## Build .venv with a CPU build of vLLM, and this package
+
+$(STAMP): requirements/cpu.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing the CPU environment (about 2.6 GB, one to three minutes) ..."
+	@# --no-deps: the lock file is complete, and plain resolution would pull in CUDA builds.
+	$(PIP_INSTALL) -r requirements/cpu.lock || $(PIP_INSTALL) --extra-index-url $(TORCH_INDEX) -r requirements/cpu.lock
+	$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $(STAMP)
+
+demo: env ## Serve a small model with and without KVPP on this CPU, and compare
+	$(BIN)/vllm-kvpp demo
+
+test: check unit distributed engine ## Run every check and every test
+
+check: lint types contracts ## Run the checks that start nothing
+
+lint: env ## Check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: env ## Check types
+	$(BIN)/mypy
+
+contracts: env ## Check the import arrows, and the documents against the code
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/contracts
+
+unit: env ## Run the tests of single parts
+	$(BIN)/python -m pytest tests/unit tests/recall
+
+distributed: env ## Run the tests over several processes, without an engine
+	$(BIN)/python -m pytest tests/distributed
+
+engine: env ## Run the tests on a real vLLM engine (about ten minutes)
+	$(BIN)/python -m pytest tests/engine
+
+seam-table: env ## Print the table of docs/vllm-seam.md
+	@$(BIN)/python -c 'from vllm_kvpp.vllm_seam.symbols import describe_table; print(describe_table())'
+
+lock: env ## Resolve the CPU environment anew; needs uv
+	uv pip compile pyproject.toml --group cpu --group dev --python $(BIN)/python --no-annotate --no-header \
+		--override requirements/overrides.txt --output-file requirements/cpu.lock
+	sed -i '1i # Every package of the CPU environment. Made by `make lock`; installed by `make env` with --no-deps.' requirements/cpu.lock
+
+build: env ## Build the wheel
+	$(BIN)/python -m build --no-isolation --wheel
+
+clean: ## Remove the environment and everything built
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
