@@ -116,6 +116,24 @@ SEAM: tuple[SeamSymbol, ...] = (
         removable_when="KVPP supports model runner V2.",
     ),
     SeamSymbol(
+        path="vllm.config:ModelConfig",
+        because="hf_text_config tells sparse and compressed attention apart, max_model_len says what one request needs, "
+        "sleep mode is refused.",
+        removable_when="Never: it is vLLM's configuration.",
+        fields=("hf_text_config", "max_model_len", "enable_sleep_mode"),
+    ),
+    SeamSymbol(
+        path="vllm.config:ModelConfig.__post_init__",
+        because="Sets original_max_model_len, which is -1 when vLLM itself shortens the length to what fits.",
+        removable_when="It is a field.",
+        source_order=("self.original_max_model_len = ",),
+    ),
+    SeamSymbol(
+        path="vllm.config:ModelConfig.architecture",
+        because="Names the model in refusals.",
+        removable_when="Never: it is vLLM's configuration.",
+    ),
+    SeamSymbol(
         path="vllm.config:ModelConfig.use_mla",
         because="Only MLA models keep one copy of the same cache on every rank.",
         removable_when="Never: it decides what KVPP is for.",
@@ -163,6 +181,21 @@ SEAM: tuple[SeamSymbol, ...] = (
         removable_when="vLLM fixes the layout of MLA caches.",
     ),
     SeamSymbol(
+        path="vllm.v1.kv_cache_layout:KVCacheLayout.is_layer_compact",
+        because="Says whether layers are outermost in the resolved layout.",
+        removable_when="vLLM fixes the layout of MLA caches.",
+    ),
+    SeamSymbol(
+        path="vllm.platforms:current_platform.opaque_attention_op",
+        because="Without a custom op around attention a compiled model would not run the hook: refused.",
+        removable_when="Every platform has the op.",
+    ),
+    SeamSymbol(
+        path="vllm.envs:VLLM_USE_BREAKABLE_CUDAGRAPH",
+        because="Breakable graphs record the cache update: refused.",
+        removable_when="vLLM breaks such graphs at the cache update too.",
+    ),
+    SeamSymbol(
         path="vllm.v1.worker.worker_base:WorkerBase",
         because="Base of every platform's worker; ours derives from the one the platform chose.",
         removable_when="Never: it is vLLM's own extension point.",
@@ -204,6 +237,11 @@ SEAM: tuple[SeamSymbol, ...] = (
         because="Sets _draft_attn_layer_names, the draft layers that were really loaded (R-OWN-3).",
         removable_when="Cache specs say whether a draft model owns the layer (KVCacheSpec.is_draft, vLLM 0.33).",
         source_order=("self._draft_attn_layer_names = ",),
+    ),
+    SeamSymbol(
+        path="vllm.v1.kv_cache_interface:KVCacheSpec",
+        because="Type of every cache spec; other kinds than MLA are refused by name.",
+        removable_when="Never: it describes the cache.",
     ),
     SeamSymbol(
         path="vllm.v1.kv_cache_interface:MLAAttentionSpec",
@@ -289,10 +327,11 @@ SEAM: tuple[SeamSymbol, ...] = (
 
 
 def installed_version() -> str | None:
-    """The version of the installed vLLM, whichever distribution it comes in, or None."""
+    """The public version of the installed vLLM, whichever distribution it comes in, or None."""
     for name in DISTRIBUTIONS:
         try:
-            return version(name)
+            # A local part, as in 0.32.0+cpu, names the build.
+            return version(name).partition("+")[0]
         except PackageNotFoundError:
             continue
     return None
