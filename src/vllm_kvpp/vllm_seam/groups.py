@@ -66,7 +66,8 @@ def make_group(parallel: ParallelConfig, device: torch.device, timeout_seconds: 
     for ranks in ranks_by_group:
         # Every rank of the world takes part in making every group, its own or not.
         data_group = dist.new_group(list(ranks), timeout=timeout)
-        control_group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        # Its limit stays the backend's: at start-up ranks may be minutes apart, which says nothing about transfers.
+        control_group = dist.new_group(list(ranks), backend="gloo")
         if world_rank in ranks:
             transport = make_broadcast(data_group, device, timeout_seconds)
             mine = KVPPGroup(ranks, ranks.index(world_rank), transport, control_group)
@@ -77,6 +78,7 @@ def make_group(parallel: ParallelConfig, device: torch.device, timeout_seconds: 
 
 def _probe(group: KVPPGroup, device: torch.device) -> None:
     """Let every rank send a pattern of its own, and check that all arrive: a silent communicator means wrong KV."""
+    dist.barrier(group=group.control)
     for owner_rank in range(group.size):
         sent = torch.full((_PROBE_BYTES,), owner_rank + 1, dtype=torch.uint8, device=device)
         received = sent.clone() if owner_rank == group.rank else torch.zeros_like(sent)

@@ -117,8 +117,8 @@ SEAM: tuple[SeamSymbol, ...] = (
     ),
     SeamSymbol(
         path="vllm.config:ModelConfig",
-        because="hf_text_config tells sparse and compressed attention apart, max_model_len says what one request needs, "
-        "sleep mode is refused.",
+        because="hf_text_config tells sparse and compressed attention apart, max_model_len says what one request "
+        "needs, sleep mode is refused.",
         removable_when="Never: it is vLLM's configuration.",
         fields=("hf_text_config", "max_model_len", "enable_sleep_mode"),
     ),
