@@ -1,0 +1,132 @@
+"""Models for tests of form, not of answers: configurations that are never loaded, dummy and random weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_config(folder: Path, *, num_layers: int = 2, num_heads: int = 4, **changes: Any) -> Path:
+    """Write `config.json` of a dense MLA model with the real cache width and everything else tiny."""
+    config = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": num_layers,
+        "moe_layer_freq": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_mtp_checkpoint(folder: Path, *, num_layers: int) -> Path:
+    """Write a random model with one MTP layer, with weights large enough that logprobs depend on the history."""
+    hidden, heads, rank, experts = 128, 4, 96, 4
+    write_config(
+        folder,
+        num_layers=num_layers,
+        num_heads=heads,
+        architectures=["DeepseekV3ForCausalLM"],
+        model_type="deepseek_v3",
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden,
+        q_lora_rank=rank,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=experts,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+        num_nextn_predict_layers=1,
+        dtype="float32",
+    )
+    weights = _RandomWeights()
+    weights.tensors["model.embed_tokens.weight"] = weights.draw(512, hidden) * hidden**0.5
+    for number in range(num_layers):
+        weights.add_layer(f"model.layers.{number}.", hidden=hidden, heads=heads, rank=rank)
+        weights.add_mlp(f"model.layers.{number}.mlp.", hidden, 2 * hidden)
+    weights.add_norm("model.norm", hidden)
+    weights.add("lm_head", 512, hidden, 2.0)
+    _add_mtp_layer(weights, f"model.layers.{num_layers}.", hidden=hidden, heads=heads, rank=rank, experts=experts)
+    save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _add_mtp_layer(weights: "_RandomWeights", prefix: str, *, hidden: int, heads: int, rank: int, experts: int) -> None:
+    weights.add_layer(prefix, hidden=hidden, heads=heads, rank=rank)
+    weights.add(f"{prefix}mlp.gate", experts, hidden)
+    weights.tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = 0.1 * torch.randn(
+        experts, generator=weights.generator
+    )
+    for expert in range(experts):
+        weights.add_mlp(f"{prefix}mlp.experts.{expert}.", hidden, hidden)
+    weights.add_mlp(f"{prefix}mlp.shared_experts.", hidden, hidden)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights.add_norm(prefix + norm, hidden)
+    weights.add(f"{prefix}eh_proj", hidden, 2 * hidden)
+    for copied, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        weights.tensors[f"{prefix}{copied}.weight"] = weights.tensors[f"{name}.weight"].clone()
+
+
+class _RandomWeights:
+    """Named random tensors, the same in every run."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def draw(self, num_out: int, num_in: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(num_out, num_in, generator=self.generator) * gain / num_in**0.5
+
+    def add(self, name: str, num_out: int, num_in: int, gain: float = 1.0) -> None:
+        self.tensors[f"{name}.weight"] = self.draw(num_out, num_in, gain)
+
+    def add_norm(self, name: str, width: int) -> None:
+        self.tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(width, generator=self.generator)
+
+    def add_mlp(self, prefix: str, hidden: int, intermediate: int) -> None:
+        for name in ("gate_proj", "up_proj"):
+            self.add(prefix + name, intermediate, hidden, 1.5)
+        self.add(f"{prefix}down_proj", hidden, intermediate)
+
+    def add_layer(self, prefix: str, *, hidden: int, heads: int, rank: int) -> None:
+        attention = f"{prefix}self_attn."
+        for name, width in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
+            self.add_norm(prefix + name, width)
+        self.add(f"{attention}q_a_proj", rank, hidden)
+        self.add_norm(f"{attention}q_a_layernorm", rank)
+        self.add(f"{attention}q_b_proj", heads * (64 + 64), rank, 1.6)
+        self.add(f"{attention}kv_a_proj_with_mqa", 512 + 64, hidden)
+        self.add_norm(f"{attention}kv_a_layernorm", 512)
+        self.add(f"{attention}kv_b_proj", heads * (64 + 64), 512, 1.6)
+        self.add(f"{attention}o_proj", hidden, heads * 64, 1.6)

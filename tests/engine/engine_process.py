@@ -1,0 +1,147 @@
+"""Run engines in processes of their own, with a limit, and leave none behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from vllm_kvpp.demo.vllm_metadata import write_vllm_metadata
+
+HERE = Path(__file__).parent
+# The CPU rotary op is wrong for more than one token per call in vLLM 0.32; the native one is not.
+NATIVE_ROPE = {"custom_ops": ["all", "-rotary_embedding"]}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request's output; logprobs as exact hexadecimal floats."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What one engine said."""
+
+    num_gpu_blocks: int
+    block_size: int
+    worker_cls: str
+    actions: list[Any]
+    log: str
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_gpu_blocks * self.block_size
+
+    def answers(self, action_index: int) -> tuple[Answer, ...]:
+        return tuple(Answer(tuple(item["token_ids"]), tuple(item["logprobs"])) for item in self.actions[action_index])
+
+
+@dataclass
+class ProcessResult:
+    returncode: int
+    output: str
+    seconds: float
+    leftovers: list[int] = field(default_factory=list)
+
+
+def engine_environment(num_workers: int, folder: Path) -> dict[str, str]:
+    """The environment in which several workers start on a machine with one NUMA node; `folder` takes what it needs."""
+    write_vllm_metadata(folder)
+    cpus = sorted(os.sched_getaffinity(0))
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(num_workers)),
+        "PYTHONPATH": os.pathsep.join((str(HERE), str(folder))),
+    }
+    # It would silently override kv_cache_memory_bytes.
+    environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return environment
+
+
+def run_process(
+    command: list[str], environment: dict[str, str], log_path: Path, timeout_seconds: float
+) -> ProcessResult:
+    """Run a command to its end or its limit; everything it started is gone afterwards."""
+    started = time.monotonic()
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        family = _Family(process.pid)
+        try:
+            returncode = family.wait(process, timeout_seconds)
+        finally:
+            leftovers = family.end()
+    return ProcessResult(returncode, log_path.read_text(errors="replace"), time.monotonic() - started, leftovers)
+
+
+class _Family:
+    """A process and everything that it started, remembered while it runs."""
+
+    def __init__(self, pid: int) -> None:
+        self._known: dict[int, psutil.Process] = {pid: psutil.Process(pid)}
+
+    def wait(self, process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            self._remember()
+            try:
+                return process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+        raise TimeoutError(f"no end after {timeout_seconds:g} s: {process.args}")
+
+    def _remember(self) -> None:
+        for known in list(self._known.values()):
+            try:
+                self._known.update({child.pid: child for child in known.children(recursive=True)})
+            except psutil.NoSuchProcess:
+                continue
+
+    def end(self) -> list[int]:
+        _, alive = psutil.wait_procs(list(self._known.values()), timeout=5)
+        for process in alive:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=5)
+        return [process.pid for process in alive]
+
+
+def run_engine(
+    engine: dict[str, Any], actions: list[dict[str, Any]], folder: Path, timeout_seconds: float = 300
+) -> EngineRun:
+    """Start a `vllm.LLM`, run the actions, and return what it said.
+
+    Raises:
+        AssertionError: it failed; with the end of its log.
+        TimeoutError: it did not end within the limit.
+    """
+    engine = {
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "compilation_config": NATIVE_ROPE,
+        "worker_extension_cls": "worker_extension.ProbeExtension",
+        **engine,
+    }
+    num_workers = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
+    task_path, result_path = folder / "task.json", folder / "result.json"
+    task_path.write_text(json.dumps({"engine": engine, "actions": actions}))
+    command = [sys.executable, str(HERE / "llm_script.py"), str(task_path), str(result_path)]
+    result = run_process(command, engine_environment(num_workers, folder), folder / "engine.log", timeout_seconds)
+    assert result.returncode == 0, f"the engine failed:\n{result.output[-6000:]}"
+    said = json.loads(result_path.read_text())
+    return EngineRun(**said, log=result.output)
