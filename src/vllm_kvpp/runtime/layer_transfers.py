@@ -94,8 +94,9 @@ class LayerTransfers:
             return
         if self._pending is None or index != self._next_index:
             raise KVPPOrderError(self._describe_disorder(name))
-        self._wait(self._pending, self._layers[index])
-        self._pending = None
+        # Taken before the wait: one that fails is not waited for again at the end of the step.
+        pending, self._pending = self._pending, None
+        self._wait(pending, self._layers[index])
         self._next_index += 1
         self._start_next()
 
