@@ -1,0 +1,91 @@
+import pytest
+
+from vllm_kvpp.config import KVPPOptions, KVPPSettings, read_settings
+from vllm_kvpp.errors import KVPPConfigError
+
+
+def reasons_against(additional_config):
+    with pytest.raises(KVPPConfigError) as caught:
+        read_settings(additional_config)
+    return caught.value.reasons
+
+
+def test_kvpp_is_off_by_default():
+    assert read_settings({}) == KVPPSettings(is_enabled=False, options=KVPPOptions())
+
+
+def test_settings_of_other_features_are_left_alone():
+    assert not read_settings({"torchair_graph_config": {"enabled": True}}).is_enabled
+
+
+@pytest.mark.parametrize("value", [True, "true", "True", "TRUE", 1, "1"])
+def test_every_spelling_of_true_turns_kvpp_on(value):
+    assert read_settings({"enable_kvpp": value}).is_enabled is True
+
+
+@pytest.mark.parametrize("value", [False, "false", "False", "FALSE", 0, "0"])
+def test_every_spelling_of_false_leaves_kvpp_off(value):
+    assert read_settings({"enable_kvpp": value}).is_enabled is False
+
+
+@pytest.mark.parametrize("value", ["maybe", "", None, 2, -1, 0.5, [], {}])
+def test_a_switch_that_is_no_boolean_is_refused_naming_setting_and_value(value):
+    (reason,) = reasons_against({"enable_kvpp": value})
+
+    assert reason == f"enable_kvpp is {value!r}, which is not a boolean; use true or false."
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones():
+    (reason,) = reasons_against({"kvpp": {"transfer_timeout": 5}})
+
+    assert reason == "kvpp.transfer_timeout is not an option; the known ones are: transfer_timeout_seconds."
+
+
+def test_an_unknown_option_is_refused_while_kvpp_is_off():
+    assert reasons_against({"enable_kvpp": False, "kvpp": {"transfer": "auto"}})
+
+
+@pytest.mark.parametrize("value", [None, True, "transfer_timeout_seconds", 5, ["transfer_timeout_seconds"]])
+def test_options_that_are_no_object_are_refused_with_the_known_keys(value):
+    (reason,) = reasons_against({"kvpp": value})
+
+    assert reason == f"kvpp is {value!r}; it has to be an object with keys out of: transfer_timeout_seconds."
+
+
+def test_all_reasons_are_listed_at_once():
+    reasons = reasons_against({"enable_kvpp": "maybe", "kvpp": {"transfer_timeout_seconds": 0, "stages": 3}})
+
+    assert [reason.split(" is ")[0] for reason in reasons] == [
+        "enable_kvpp",
+        "kvpp.transfer_timeout_seconds",
+        "kvpp.stages",
+    ]
+
+
+def test_a_bad_switch_and_options_that_are_no_object_are_both_listed():
+    assert len(reasons_against({"enable_kvpp": 2, "kvpp": []})) == 2
+
+
+def test_a_transfer_may_take_five_minutes_by_default():
+    assert read_settings({"enable_kvpp": True}).options.transfer_timeout_seconds == 300
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(5, 5.0), (0.5, 0.5), ("5", 5.0), (86_400, 86_400.0)])
+def test_a_positive_number_of_seconds_up_to_a_day_is_a_timeout(value, seconds):
+    settings = read_settings({"enable_kvpp": True, "kvpp": {"transfer_timeout_seconds": value}})
+
+    assert settings.options.transfer_timeout_seconds == seconds
+
+
+@pytest.mark.parametrize("value", [0, -1, 86_401, float("inf"), float("-inf"), float("nan"), None, "soon", []])
+def test_a_timeout_out_of_bounds_is_refused_naming_option_and_value(value):
+    (reason,) = reasons_against({"kvpp": {"transfer_timeout_seconds": value}})
+
+    assert reason.startswith(f"kvpp.transfer_timeout_seconds is {value!r}: Input should be ")
+
+
+def test_settings_cannot_be_changed_after_they_were_read():
+    options = read_settings({}).options
+
+    with pytest.raises(ValueError, match="frozen"):
+        options.transfer_timeout_seconds = 1.0

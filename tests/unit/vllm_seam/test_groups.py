@@ -1,0 +1,158 @@
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_kvpp.errors import KVPPRankMismatchError
+from vllm_kvpp.vllm_seam import groups as groups_module
+from vllm_kvpp.vllm_seam.groups import KVPPGroup, make_group
+
+CPU = torch.device("cpu")
+
+
+class FakeWorld:
+    """Stands in for `torch.distributed`: writes down the groups that are made, and answers for all ranks."""
+
+    def __init__(self, rank, size):
+        self.rank = rank
+        self.size = size
+        self.made = []
+        self.values = []
+        self.answers = None
+        self.log = []
+
+    def get_rank(self):
+        return self.rank
+
+    def get_world_size(self):
+        return self.size
+
+    def new_group(self, ranks, timeout=None, backend=None):
+        self.made.append((tuple(ranks), backend, timeout))
+        return self.made[-1]
+
+    def barrier(self, group):
+        self.log.append(f"meet on {group}")
+
+    def all_gather_object(self, values, value, group):
+        self.values.append((value, group))
+        values[:] = self.answers or [value] * len(values)
+
+
+class FakeTransport:
+    """Delivers what every owner sends, or nothing at all."""
+
+    def __init__(self, *, delivers=True):
+        self.delivers = delivers
+        self.log = []
+
+    def start(self, memory):
+        self.log.append(f"probe from {memory.owner_rank}")
+
+        def wait():
+            if self.delivers:
+                memory.whole.fill_(memory.owner_rank + 1)
+
+        return SimpleNamespace(num_bytes=memory.whole.numel(), wait=wait)
+
+
+def control_group(*ranks):
+    return ranks, "gloo", None
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Make the groups of a world as one of its ranks, with a fake transport."""
+
+    def make(rank=0, *, size=4, tp=2, pp=1, dp=1, pcp=1, transport=None):
+        world, transport = FakeWorld(rank, size), transport or FakeTransport()
+        transport.log = world.log
+        monkeypatch.setattr(groups_module, "dist", world)
+        monkeypatch.setattr(groups_module, "make_broadcast", lambda *args: transport)
+        sizes = SimpleNamespace(
+            data_parallel_size=dp,
+            pipeline_parallel_size=pp,
+            prefill_context_parallel_size=pcp,
+            tensor_parallel_size=tp,
+        )
+        return make_group(sizes, CPU, timeout_seconds=7.0), world
+
+    return make
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_takes_part_in_making_every_group_in_the_same_order(make, rank):
+    _, world = make(rank, pp=2)
+
+    assert [(ranks, backend) for ranks, backend, _ in world.made] == [
+        ((0, 1), None),
+        ((0, 1), "gloo"),
+        ((2, 3), None),
+        ((2, 3), "gloo"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "group_rank"), [(0, (0, 1), 0), (1, (0, 1), 1), (2, (2, 3), 0), (3, (2, 3), 1)]
+)
+def test_a_rank_gets_the_group_that_it_is_in(make, rank, ranks, group_rank):
+    group, _ = make(rank, pp=2)
+
+    assert (group.ranks, group.rank, group.size) == (ranks, group_rank, 2)
+
+
+def test_transfers_have_the_users_timeout_and_checks_at_start_up_that_of_the_backend(make):
+    _, world = make()
+
+    assert {(backend, timeout) for _, backend, timeout in world.made} == {(None, timedelta(seconds=7)), ("gloo", None)}
+
+
+def test_checks_run_on_the_control_group(make):
+    group, world = make(2, pp=2)
+    group.check_agreement("the cache plan", "abc")
+
+    assert world.values == [("abc", control_group(2, 3))]
+
+
+def test_a_group_is_called_by_its_world_ranks(make):
+    group, _ = make(3, pp=2)
+
+    assert group.label == "of ranks [2, 3]"
+
+
+def test_ranks_that_differ_are_all_named(make):
+    group, world = make(2, pp=2)
+    world.answers = [11_650, 11_633]
+
+    with pytest.raises(KVPPRankMismatchError) as caught:
+        group.check_agreement("the number of blocks", 11_650)
+    assert str(caught.value) == (
+        "The KVPP group of ranks [2, 3] does not agree on the number of blocks: rank 2: 11650, rank 3: 11633."
+    )
+
+
+def test_ranks_meet_before_every_one_of_them_sends_a_probe(make):
+    _, world = make(tp=4)
+
+    assert world.log == [
+        f"meet on {control_group(0, 1, 2, 3)}",
+        *(f"probe from {rank}" for rank in range(4)),
+    ]
+
+
+def test_a_communicator_that_delivers_nothing_stops_the_start(make):
+    with pytest.raises(KVPPRankMismatchError, match=r"of ranks \[0, 1\] does not deliver: a probe from rank 1 did not"):
+        make(0, size=2, transport=FakeTransport(delivers=False))
+
+
+def test_a_lost_probe_is_named_by_the_world_rank_of_its_sender(make):
+    with pytest.raises(KVPPRankMismatchError, match="a probe from rank 2 did not arrive"):
+        make(3, pp=2, transport=FakeTransport(delivers=False))
+
+
+def test_a_group_cannot_be_changed():
+    group = KVPPGroup(ranks=(0, 1), rank=0, transport=FakeTransport(), control=None)
+
+    with pytest.raises(AttributeError):
+        group.rank = 1

@@ -1,0 +1,266 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from vllm_kvpp.deployment import Deployment
+from vllm_kvpp.errors import KVPPBudgetError, KVPPConfigError
+from vllm_kvpp.plan import fit_num_blocks, plan_cache
+from vllm_kvpp.vllm_seam import session as session_module
+from vllm_kvpp.vllm_seam.placement import describe_caches
+from vllm_kvpp.vllm_seam.session import KVPPSession, find_draft_names
+
+MIB = 1024 * 1024
+AVAILABLE = 64 * MIB
+CPU = torch.device("cpu")
+
+
+class FakeGroup:
+    """A group of two ranks that always agree."""
+
+    ranks = (2, 3)
+    size = 2
+    label = "of ranks [2, 3]"
+    transport = None
+
+    def __init__(self, rank=0):
+        self.rank = rank
+        self.agreed = []
+        self.made_from = ()
+
+    def make(self, *args):
+        self.made_from = args
+        return self
+
+    def check_agreement(self, what, value):
+        self.agreed.append((what, value))
+
+
+class FakeRunner:
+    """A runner with nothing to run."""
+
+    def __init__(self):
+        self.model = torch.nn.Identity()
+
+    def get_model(self):
+        return self.model
+
+    def execute_model(self, scheduler_output):
+        """Nothing to execute."""
+
+
+def make_config(*, layout=KVCacheLayout.LBHNC, override=None, max_model_len=1024, original_max_model_len=None):
+    return SimpleNamespace(
+        additional_config={"enable_kvpp": True, "kvpp": {"transfer_timeout_seconds": 7}},
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: layout,
+            num_gpu_blocks_override=override,
+            prefix_cache_retention_interval=None,
+        ),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        model_config=SimpleNamespace(max_model_len=max_model_len, original_max_model_len=original_max_model_len),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        speculative_config=None,
+    )
+
+
+@pytest.fixture
+def make_session(monkeypatch):
+    def make_session(config=None, *, group=None, deployment=None):
+        deployment = deployment or Deployment(tensor_parallel_size=2)
+        monkeypatch.setattr(session_module, "describe_deployment", lambda vllm_config: deployment)
+        monkeypatch.setattr(session_module, "make_group", (group or FakeGroup()).make)
+        return KVPPSession(config or make_config(), CPU)
+
+    return make_session
+
+
+def plan_with_engine(config, specs, logical_bytes):
+    """Plan as vLLM's engine does, from the bytes that the worker reports."""
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    return get_kv_cache_config_from_groups(config, [group], logical_bytes)
+
+
+def test_a_configuration_that_vllm_completed_wrongly_is_refused(make_session):
+    with pytest.raises(KVPPConfigError, match="KVPP supports eager execution or PIECEWISE only"):
+        make_session(deployment=Deployment(tensor_parallel_size=2, graph_mode="FULL"))
+
+
+def test_the_group_is_made_with_the_users_timeout(make_session):
+    config, group = make_config(), FakeGroup()
+    make_session(config, group=group)
+
+    assert group.made_from == (config.parallel_config, CPU, 7.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("indexers", [(), (0, 3)])
+def test_the_engine_arrives_at_the_blocks_that_fit(make_session, make_specs, rank, indexers):
+    config, specs = make_config(), make_specs(7, indexers=indexers)
+    logical_bytes = make_session(config, group=FakeGroup(rank)).plan_budget(specs, AVAILABLE, FakeRunner())
+    plan = plan_cache(describe_caches(specs), group_size=2)
+
+    assert plan_with_engine(config, specs, logical_bytes).num_blocks == fit_num_blocks(plan, rank, AVAILABLE)
+
+
+def test_a_stage_without_caches_keeps_its_bytes(make_session):
+    assert make_session().plan_budget({}, AVAILABLE, FakeRunner()) == AVAILABLE
+
+
+def test_the_ranks_compare_their_plans(make_session, make_specs):
+    group = FakeGroup()
+    make_session(group=group).plan_budget(make_specs(), AVAILABLE, FakeRunner())
+
+    assert group.agreed == [("the cache plan", plan_cache(describe_caches(make_specs()), group_size=2).digest)]
+
+
+def test_the_ranks_compare_their_plans_before_a_rank_refuses_its_budget(make_session, make_specs):
+    group = FakeGroup()
+    with pytest.raises(KVPPBudgetError):
+        make_session(group=group).plan_budget(make_specs(), 1, FakeRunner())
+
+    assert len(group.agreed) == 1
+
+
+def test_a_layout_without_whole_layers_is_refused_with_a_remedy(make_session, make_specs):
+    session = make_session(make_config(layout=KVCacheLayout.BLHNC))
+
+    with pytest.raises(KVPPConfigError, match="layout is BLHNC; set the environment variable VLLM_KV_CACHE_LAYOUT to"):
+        session.plan_budget(make_specs(), AVAILABLE, FakeRunner())
+
+
+def test_a_request_of_full_length_that_does_not_fit_is_refused_with_the_length_that_does(make_session, make_specs):
+    session = make_session(make_config(max_model_len=1_000_000))
+    with pytest.raises(KVPPBudgetError) as caught:
+        session.plan_budget(make_specs(), AVAILABLE, FakeRunner())
+    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE)
+
+    assert "One request of max_model_len 1000000 needs 62501 blocks" in str(caught.value)
+    assert str(caught.value).endswith(f"lower max_model_len to {(num_blocks - 1) * 16} or less.")
+
+
+def test_the_length_that_a_refusal_proposes_is_accepted(make_session, make_specs):
+    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE)
+    session = make_session(make_config(max_model_len=(num_blocks - 1) * 16))
+
+    assert session.plan_budget(make_specs(), AVAILABLE, FakeRunner()) > 0
+
+
+def test_a_length_that_vllm_may_shorten_itself_is_not_refused(make_session, make_specs):
+    session = make_session(make_config(max_model_len=1_000_000, original_max_model_len=-1))
+
+    assert session.plan_budget(make_specs(), AVAILABLE, FakeRunner()) > 0
+
+
+def test_more_blocks_by_override_than_fit_are_refused_with_the_number_that_does(make_session, make_specs):
+    session = make_session(make_config(override=100_000))
+    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE)
+
+    with pytest.raises(KVPPBudgetError, match=f"Lower num_gpu_blocks_override to {num_blocks} or less"):
+        session.plan_budget(make_specs(), AVAILABLE, FakeRunner())
+
+
+def test_a_refused_budget_says_what_a_block_costs(make_session, make_specs):
+    with pytest.raises(KVPPBudgetError) as caught:
+        make_session().plan_budget(make_specs(), 1 * MIB, FakeRunner())
+
+    assert (
+        "A block costs group rank 0 92,160 bytes (55,296 for its layers [0, 1, 2], 0 for draft layers, 36,864 for two "
+        "scratch buffers), and 1,048,576 bytes are available." in str(caught.value)
+    )
+
+
+def test_the_engines_placement_is_replaced_by_the_plans(make_session, make_specs):
+    config, specs, group = make_config(), make_specs(), FakeGroup()
+    session = make_session(config, group=group)
+    engine_config = plan_with_engine(config, specs, session.plan_budget(specs, AVAILABLE, FakeRunner()))
+    placed = session.place(engine_config)
+
+    assert sum(len(tensor.layers) for tensor in placed.kv_cache_tensors) == 6
+    assert all(tensor.size <= AVAILABLE for tensor in placed.kv_cache_tensors)
+    assert group.agreed[-1] == ("the number of blocks", engine_config.num_blocks)
+
+
+def test_blocks_that_need_more_than_is_available_are_refused(make_session, make_specs):
+    config, specs = make_config(), make_specs()
+    session = make_session(config)
+    logical_bytes = session.plan_budget(specs, AVAILABLE, FakeRunner())
+
+    with pytest.raises(KVPPBudgetError, match=r"but 67,108,864 are available"):
+        session.place(plan_with_engine(config, specs, 2 * logical_bytes))
+
+
+def test_a_model_whose_layers_vllm_split_into_groups_is_refused(make_session, make_specs):
+    config, specs = make_config(), make_specs()
+    session = make_session(config)
+    engine_config = plan_with_engine(config, specs, session.plan_budget(specs, AVAILABLE, FakeRunner()))
+    engine_config.kv_cache_groups *= 2
+
+    with pytest.raises(KVPPConfigError, match="vLLM made 2 KV cache groups"):
+        session.place(engine_config)
+
+
+def test_a_stage_without_a_plan_leaves_the_configuration_as_it_is(make_session, make_specs):
+    engine_config = plan_with_engine(make_config(), make_specs(), AVAILABLE)
+
+    assert make_session().place(engine_config) is engine_config
+
+
+def run_to_attachment(make_session, specs):
+    """Plan, place, let vLLM allocate, bind and attach."""
+    config, runner = make_config(), FakeRunner()
+    session = make_session(config)
+    placed = session.place(plan_with_engine(config, specs, session.plan_budget(specs, AVAILABLE, runner)))
+    for name, cache in allocate_kv_cache(placed, CPU, KVCacheLayout.LBHNC).items():
+        module = SimpleNamespace(kv_cache=cache, prepare_kv_cache_update=lambda attn_metadata: None)
+        config.compilation_config.static_forward_context[name] = module
+    session.attach(runner)
+    return session
+
+
+def test_the_report_holds_plan_allocation_and_counters(make_session, make_specs):
+    report = run_to_attachment(make_session, make_specs()).report()
+
+    assert report["owned_layers"] == [0, 1, 2]
+    assert report["group_ranks"] == [2, 3]
+    assert report["allocated_bytes"] == report["planned_bytes"] <= report["available_bytes"] == AVAILABLE
+    assert report["counters"]["transfers"] == 0
+
+
+def test_before_the_cache_is_bound_the_report_knows_the_group_only(make_session):
+    assert make_session().report() == {"group_ranks": [2, 3], "allocated_bytes": 0, "counters": {}}
+
+
+def test_a_stage_without_a_plan_attaches_to_nothing(make_session):
+    session, runner = make_session(), FakeRunner()
+    session.attach(runner)
+
+    assert session.transfers is None
+    assert "execute_model" not in vars(runner)
+
+
+def test_without_speculation_there_are_no_draft_layers():
+    runner = SimpleNamespace(drafter=SimpleNamespace(_draft_attn_layer_names={"model.layers.61.attn"}))
+
+    assert find_draft_names(SimpleNamespace(speculative_config=None), runner) == frozenset()
+
+
+def test_draft_layers_are_those_that_the_drafter_loaded():
+    runner = SimpleNamespace(drafter=SimpleNamespace(_draft_attn_layer_names={"model.layers.61.attn"}))
+
+    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == {"model.layers.61.attn"}
+
+
+@pytest.mark.parametrize("runner", [SimpleNamespace(), SimpleNamespace(drafter=None)])
+def test_a_stage_without_a_drafter_has_no_draft_layers(runner):
+    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == frozenset()
+
+
+def test_a_drafter_that_does_not_say_what_it_loaded_stops_the_start():
+    with pytest.raises(AttributeError, match="_draft_attn_layer_names"):
+        find_draft_names(SimpleNamespace(speculative_config="mtp"), SimpleNamespace(drafter=SimpleNamespace()))
