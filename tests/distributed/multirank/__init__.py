@@ -1,0 +1,12 @@
+"""What the multi-rank tests are made of; imported by the tests and, in every rank's process, by the calls they send.
+
+```text
+rank_processes, rank   processes that run a call on every rank and never outlive a test run
+toy_scheduler          requests, block tables, prefix hits, preemptions: the steps
+schedules              the steps of each scenario, and random ones
+toy_model              layers whose output depends on every byte of the history
+rank_caches            the same model on one rank of a KVPP group, and on a rank that keeps every layer
+transports             the real one, one that uses every freedom of the contract, and broken ones
+scenarios, pipeline, lost_ranks, made_groups   the calls
+```
+"""

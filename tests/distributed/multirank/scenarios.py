@@ -1,0 +1,131 @@
+"""Run a scenario on one rank of a group, beside the reference, and report every difference."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+from multirank.rank import Call, Rank
+from multirank.rank_caches import FullCaches, KVPPCaches
+from multirank.schedules import NUM_BLOCKS
+from multirank.toy_model import Hidden, ToyLayer, embed
+from multirank.toy_scheduler import ToyStep
+from multirank.transports import MakeTransport, StrictTransport, broadcast
+from vllm_kvpp.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What one group runs; `limit_seconds` for a transfer where it is not that of the process groups."""
+
+    layers: tuple[ToyLayer, ...]
+    steps: tuple[ToyStep, ...]
+    group_ranks: tuple[int, ...]
+    make_transport: MakeTransport = broadcast
+    num_blocks: int = NUM_BLOCKS
+    waits_after_write: bool = False
+    limit_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw; `problems` is empty when all is right."""
+
+    group_rank: int
+    owned_layers: tuple[int, ...]
+    wrong_outputs: tuple[str, ...]
+    stale_caches: tuple[str, ...]
+    violations: tuple[str, ...]
+    num_transfers: int
+    num_transferred_bytes: int
+    num_steps_with_history: int
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that is wrong, with the rank."""
+        found = (*self.wrong_outputs, *self.stale_caches, *self.violations)
+        return [f"group rank {self.group_rank}: {problem}" for problem in found]
+
+
+def calls_for(scenario: Scenario, function: Callable[[Rank, Scenario], object] | None = None) -> dict[int, Call]:
+    """The calls that run a scenario on every rank of its group."""
+    return {world_rank: Call(function or run_scenario, (scenario,)) for world_rank in scenario.group_ranks}
+
+
+def find_problems(reports: Sequence[Report]) -> list[str]:
+    """Everything that is wrong on any rank."""
+    return [problem for report in reports for problem in report.problems]
+
+
+def run_scenario(rank: Rank, scenario: Scenario) -> Report:
+    """Run all steps on this rank, which is in the scenario's group."""
+    return run_on_transport(rank, scenario, make_transport(rank, scenario))
+
+
+def run_with_one_scratch_buffer(rank: Rank, scenario: Scenario) -> Report:
+    """Run it broken: every layer of another rank is received in scratch buffer 0."""
+    with patch("vllm_kvpp.plan.placement.scratch_index", return_value=0):
+        return run_scenario(rank, scenario)
+
+
+def run_on_transport(rank: Rank, scenario: Scenario, transport: Transport) -> Report:
+    """Run all steps on a transport made by the caller."""
+    caches = make_caches(rank, scenario, transport)
+    reference = FullCaches(scenario.layers, scenario.num_blocks)
+    wrong_outputs: list[str] = []
+    violations: list[str] = []
+    for index, step in enumerate(scenario.steps):
+        hidden = embed(step)
+        found, expected = caches.run(step, hidden), reference.run(step, hidden)
+        wrong_outputs += find_wrong_outputs(index, found, expected)
+        violations += caches.find_left_under_way()
+    return make_report(caches, reference, wrong_outputs, violations)
+
+
+def make_transport(rank: Rank, scenario: Scenario) -> Transport:
+    """The scenario's transport, for this rank."""
+    group_rank = scenario.group_ranks.index(rank.world_rank)
+    limit_seconds = scenario.limit_seconds or rank.timeout_seconds
+    return scenario.make_transport(rank.groups[scenario.group_ranks], group_rank, limit_seconds)
+
+
+def make_caches(rank: Rank, scenario: Scenario, transport: Transport) -> KVPPCaches:
+    """This rank's caches, as KVPP plans them."""
+    return KVPPCaches(
+        scenario.layers,
+        scenario.num_blocks,
+        group_ranks=scenario.group_ranks,
+        group_rank=scenario.group_ranks.index(rank.world_rank),
+        transport=transport,
+        waits_after_write=scenario.waits_after_write,
+    )
+
+
+def find_wrong_outputs(step_index: int, found: Hidden | None, expected: Hidden | None) -> list[str]:
+    """The requests whose outputs are not exactly the reference's."""
+    if found is None or expected is None:
+        return [] if found is expected else [f"step {step_index}: one of both forwards aborted"]
+    return [
+        f"step {step_index}: the output of request {request_id} is wrong"
+        for request_id in expected
+        if not torch.equal(found[request_id], expected[request_id])
+    ]
+
+
+def make_report(
+    caches: KVPPCaches, reference: FullCaches, wrong_outputs: Sequence[str], violations: Sequence[str]
+) -> Report:
+    """Gather what there is to say at the end."""
+    seen = caches.transport.violations if isinstance(caches.transport, StrictTransport) else []
+    counters = caches.transfers.counters
+    return Report(
+        group_rank=caches.group_rank,
+        owned_layers=caches.owned_layers,
+        wrong_outputs=tuple(wrong_outputs),
+        stale_caches=tuple(f"the kept cache {name} is wrong" for name in caches.find_stale_caches(reference)),
+        violations=(*violations, *seen),
+        num_transfers=counters.transfers,
+        num_transferred_bytes=counters.transferred_bytes,
+        num_steps_with_history=counters.steps_with_history,
+    )

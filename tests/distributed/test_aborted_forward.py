@@ -1,0 +1,52 @@
+"""A forward that raises on every rank leaves nothing behind: no hang, and the next step is right (R-RUN-5)."""
+
+import pytest
+from multirank.rank_processes import RankProcesses
+from multirank.scenarios import Scenario, calls_for, find_problems
+from multirank.schedules import NUM_BLOCKS, Steps
+from multirank.toy_model import make_layers
+from multirank.toy_scheduler import Abort, ToyScheduler
+from multirank.transports import MakeTransport, broadcast, strict
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+
+NUM_LAYERS = 6
+ABORTS = [Abort(index, has_waited) for index in (0, 1, 3, NUM_LAYERS - 1) for has_waited in (False, True)]
+
+
+def abort_prefill_and_decode(abort: Abort) -> Steps:
+    """Forwards without and with history abort and are repeated."""
+    scheduler = ToyScheduler(NUM_BLOCKS)
+    scheduler.add("a", range(10))
+    for num_tokens in (10, 1, 1):
+        scheduler.step({"a": num_tokens}, abort)
+        scheduler.step({"a": num_tokens})
+    return tuple(scheduler.steps)
+
+
+def abort_then_prefill(abort: Abort) -> Steps:
+    """A decode aborts, twice in a row; then a forward without history uses the scratch buffers before it goes on."""
+    scheduler = ToyScheduler(NUM_BLOCKS)
+    scheduler.add("a", range(10))
+    scheduler.step({"a": 10})
+    scheduler.step({"a": 1}, abort)
+    scheduler.step({"a": 1}, abort)
+    scheduler.add("b", range(100, 111))
+    scheduler.step({"b": 11})
+    scheduler.step({"a": 1, "b": 1})
+    return tuple(scheduler.steps)
+
+
+@pytest.mark.parametrize("schedule", [abort_prefill_and_decode, abort_then_prefill])
+@pytest.mark.parametrize("make_transport", [broadcast, strict], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("abort", ABORTS, ids=str)
+def test_steps_after_an_aborted_forward_are_right(
+    four_ranks: RankProcesses,
+    group_ranks: tuple[int, ...],
+    schedule: object,
+    make_transport: MakeTransport,
+    abort: Abort,
+) -> None:
+    assert callable(schedule)
+    scenario = Scenario(make_layers(NUM_LAYERS), schedule(abort), group_ranks, make_transport)
+    assert find_problems(four_ranks.run(calls_for(scenario))) == []

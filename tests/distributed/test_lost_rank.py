@@ -1,0 +1,89 @@
+"""A rank that is gone or stuck ends the others' step with an error that says which transfer, in time."""
+
+from dataclasses import replace
+
+import pytest
+from multirank.lost_ranks import EXIT_CODE, Loss, abort_alone, end_during_transfer, sleep_through_step, survive
+from multirank.rank import Call
+from multirank.rank_processes import RankProcesses
+from multirank.scenarios import Scenario
+from multirank.schedules import decode
+from multirank.toy_model import make_layers
+from multirank.toy_scheduler import Abort
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+
+LIMIT_SECONDS = 3.0
+# Two cores may start a rank late; a second limit must not pass.
+SLACK_SECONDS = 2.0
+STEPS = decode()[:3]
+# 32 MiB a layer: more than sockets hold, so that a transfer cannot end before its receiver has read it.
+BIG_LAYERS = {"layers": make_layers(3, row_bytes=4096), "num_blocks": 2048}
+
+
+def run_with_loss(
+    scenario: Scenario, lost_rank: int, lost_call: Call, group_limit_seconds: float = LIMIT_SECONDS
+) -> list[Loss]:
+    """Run in a world of its own, one rank lost; return what the others got."""
+    size = len(scenario.group_ranks)
+    calls = {world_rank: Call(survive, (scenario,)) for world_rank in range(size)} | {lost_rank: lost_call}
+    with RankProcesses(size, groups=[scenario.group_ranks], timeout_seconds=group_limit_seconds) as processes:
+        stuck_ranks = frozenset() if lost_call.function is end_during_transfer else frozenset({lost_rank})
+        outcomes = processes.outcomes(calls, limit_seconds=40, stuck_ranks=stuck_ranks)
+    assert [outcome.traceback for outcome in outcomes if outcome.traceback] == []
+    assert {outcome.exit_code for outcome in outcomes} <= {None, EXIT_CODE}
+    return [outcome.value for outcome in outcomes if outcome.world_rank != lost_rank]
+
+
+def names_transfer(loss: Loss, owner_by_layer: dict[int, int], group_size: int) -> bool:
+    """Whether the message names a layer with its owner, and the group."""
+    group = f"in the KVPP group of ranks {list(range(group_size))}"
+    return any(
+        f"The transfer of model.layers.{layer}.self_attn.attn from owner rank {owner} failed {group}" in loss.message
+        for layer, owner in owner_by_layer.items()
+    )
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1], ids=["owner", "receiver"])
+def test_a_rank_that_ends_during_a_transfer_is_noticed_by_the_other(lost_rank: int) -> None:
+    scenario = Scenario(steps=STEPS, group_ranks=(0, 1), **BIG_LAYERS)
+    (loss,) = run_with_loss(scenario, lost_rank, Call(end_during_transfer, (scenario,)))
+    assert names_transfer(loss, {0: 0, 1: 0, 2: 1}, group_size=2), loss.message
+    assert "A rank of the group is gone or stuck" in loss.message
+    assert loss.seconds < LIMIT_SECONDS + SLACK_SECONDS
+
+
+def test_a_rank_that_ends_during_a_transfer_is_noticed_by_all_others() -> None:
+    scenario = Scenario(steps=STEPS, group_ranks=(0, 1, 2), **BIG_LAYERS)
+    losses = run_with_loss(scenario, 1, Call(end_during_transfer, (scenario,)))
+    assert len(losses) == 2
+    for loss in losses:
+        assert names_transfer(loss, {0: 0, 1: 1, 2: 2}, group_size=3), loss.message
+        assert loss.seconds < LIMIT_SECONDS + SLACK_SECONDS
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1], ids=["owner", "receiver"])
+def test_a_transfer_that_a_rank_never_starts_ends_at_the_limit(lost_rank: int) -> None:
+    scenario = Scenario(make_layers(6), STEPS, group_ranks=(0, 1))
+    (loss,) = run_with_loss(scenario, lost_rank, Call(sleep_through_step, (scenario,)))
+    assert names_transfer(loss, {0: 0}, group_size=2), loss.message
+    assert "raise kvpp.transfer_timeout_seconds" in loss.message
+    assert LIMIT_SECONDS <= loss.seconds < LIMIT_SECONDS + SLACK_SECONDS
+
+
+def test_a_transfer_ends_at_its_own_limit_where_the_process_group_has_a_longer_one() -> None:
+    scenario = Scenario(make_layers(6), STEPS, (0, 1), limit_seconds=LIMIT_SECONDS)
+    (loss,) = run_with_loss(scenario, 1, Call(sleep_through_step, (scenario,)), group_limit_seconds=20)
+    assert names_transfer(loss, {0: 0}, group_size=2), loss.message
+    assert f"not finished after {LIMIT_SECONDS:g} s" in loss.message
+    # The transfer is waited for once more when the step ends.
+    assert LIMIT_SECONDS <= loss.seconds < 2 * LIMIT_SECONDS + SLACK_SECONDS
+
+
+def test_a_forward_that_aborts_on_one_rank_alone_ends_the_others_at_the_limit() -> None:
+    scenario = Scenario(make_layers(6), STEPS, group_ranks=(0, 1))
+    abort = replace(STEPS[-1], abort=Abort(target_index=2, has_waited=True))
+    (loss,) = run_with_loss(scenario, 1, Call(abort_alone, (scenario, abort)))
+    # The lost rank has started layer 3 before it raised; layer 4 is the first that it never starts.
+    assert names_transfer(loss, {4: 1}, group_size=2), loss.message
+    assert loss.seconds < LIMIT_SECONDS + SLACK_SECONDS
