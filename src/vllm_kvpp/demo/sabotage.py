@@ -1,0 +1,50 @@
+"""Runs inside vLLM's workers (`--worker-extension-cls`): breaks KVPP's transfers on purpose, and mends them.
+
+A right answer proves something only if it would have been wrong without the transfers. This takes them away.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvpp.demo.cache_meter import CacheMeterExtension
+
+if TYPE_CHECKING:
+    from vllm_kvpp.transport.base import BundleMemory
+
+
+class NoTransfer:
+    """A transfer that has nothing to wait for."""
+
+    num_bytes = 0
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class NoTransport:
+    """A `Transport` that moves nothing: receivers read whatever their scratch buffer holds."""
+
+    def start(self, memory: "BundleMemory") -> NoTransfer:  # noqa: ARG002
+        """See `Transport.start`."""
+        return NoTransfer()
+
+
+class SabotageExtension(CacheMeterExtension):
+    """Mixed into KVPP's worker by vLLM; call its methods while no request runs, so that all ranks change together."""
+
+    # What the worker that it is mixed into provides.
+    _kvpp: Any
+
+    def demo_break_transfers(self) -> dict[str, str]:
+        """Move nothing from here on."""
+        transfers = self._kvpp.transfers
+        if not isinstance(transfers._transport, NoTransport):
+            self._demo_transport = transfers._transport
+            transfers._transport = NoTransport()
+        return {"transport": type(transfers._transport).__name__}
+
+    def demo_mend_transfers(self) -> dict[str, str]:
+        """Take the real transport back."""
+        transfers = self._kvpp.transfers
+        if isinstance(transfers._transport, NoTransport):
+            transfers._transport = self._demo_transport
+        return {"transport": type(transfers._transport).__name__}
