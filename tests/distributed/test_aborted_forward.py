@@ -2,8 +2,8 @@
 
 import pytest
 from multirank.rank_processes import RankProcesses
-from multirank.scenarios import Scenario, calls_for, find_problems
-from multirank.schedules import NUM_BLOCKS, Steps
+from multirank.scenarios import Scenario, calls_for, find_problems, run_past_hooks
+from multirank.schedules import NUM_BLOCKS, Steps, decode
 from multirank.toy_model import make_layers
 from multirank.toy_scheduler import Abort, ToyScheduler
 from multirank.transports import MakeTransport, broadcast, strict
@@ -50,3 +50,15 @@ def test_steps_after_an_aborted_forward_are_right(
     assert callable(schedule)
     scenario = Scenario(make_layers(NUM_LAYERS), schedule(abort), group_ranks, make_transport)
     assert find_problems(four_ranks.run(calls_for(scenario))) == []
+
+
+def test_a_model_that_passes_a_layer_by_gets_an_error_on_every_rank_and_goes_on_right(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...]
+) -> None:
+    scenario = Scenario(make_layers(3, with_indexer={1}), decode()[:3], group_ranks)
+    answers = four_ranks.run(calls_for(scenario, run_past_hooks))
+    assert find_problems([report for _, report in answers]) == []
+    for errors, _ in answers:
+        for error, passed_by in zip(errors, [0, 1, 2] * 2, strict=True):
+            assert f"model.layers.{passed_by}.self_attn.attn" in error
+            assert "reached out of order" in error or "did not wait for its cache" in error

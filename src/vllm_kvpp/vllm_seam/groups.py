@@ -60,25 +60,22 @@ def make_group(parallel: ParallelConfig, device: torch.device, timeout_seconds: 
         prefill_context_parallel_size=parallel.prefill_context_parallel_size,
         tensor_parallel_size=parallel.tensor_parallel_size,
     )
+    # Making a group is a meeting of the whole world. Ranks may come to the first one minutes apart, which says nothing
+    # about transfers: the control groups keep the backend's own limit, and come first.
+    control_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_group]
     timeout = timedelta(seconds=timeout_seconds)
+    data_groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in ranks_by_group]
     world_rank = dist.get_rank()
-    mine: KVPPGroup | None = None
-    for ranks in ranks_by_group:
-        # Every rank of the world takes part in making every group, its own or not.
-        data_group = dist.new_group(list(ranks), timeout=timeout)
-        # Its limit stays the backend's: at start-up ranks may be minutes apart, which says nothing about transfers.
-        control_group = dist.new_group(list(ranks), backend="gloo")
-        if world_rank in ranks:
-            transport = make_broadcast(data_group, device, timeout_seconds)
-            mine = KVPPGroup(ranks, ranks.index(world_rank), transport, control_group)
-    assert mine is not None, f"rank {world_rank} is in none of the groups {ranks_by_group}"
-    _probe(mine, device)
-    return mine
+    index = next(index for index, ranks in enumerate(ranks_by_group) if world_rank in ranks)
+    ranks = ranks_by_group[index]
+    transport = make_broadcast(data_groups[index], device, timeout_seconds)
+    group = KVPPGroup(ranks, ranks.index(world_rank), transport, control_groups[index])
+    _probe(group, device)
+    return group
 
 
 def _probe(group: KVPPGroup, device: torch.device) -> None:
     """Let every rank send a pattern of its own, and check that all arrive: a silent communicator means wrong KV."""
-    dist.barrier(group=group.control)
     for owner_rank in range(group.size):
         sent = torch.full((_PROBE_BYTES,), owner_rank + 1, dtype=torch.uint8, device=device)
         received = sent.clone() if owner_rank == group.rank else torch.zeros_like(sent)

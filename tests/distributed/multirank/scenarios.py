@@ -12,6 +12,7 @@ from multirank.schedules import NUM_BLOCKS
 from multirank.toy_model import Hidden, ToyLayer, embed
 from multirank.toy_scheduler import ToyStep
 from multirank.transports import MakeTransport, StrictTransport, broadcast
+from vllm_kvpp.errors import KVPPOrderError
 from vllm_kvpp.transport.base import Transport
 
 
@@ -67,6 +68,36 @@ def run_with_one_scratch_buffer(rank: Rank, scenario: Scenario) -> Report:
     """Run it broken: every layer of another rank is received in scratch buffer 0."""
     with patch("vllm_kvpp.plan.placement.scratch_index", return_value=0):
         return run_scenario(rank, scenario)
+
+
+def run_past_hooks(rank: Rank, scenario: Scenario) -> tuple[list[str], Report]:
+    """Run the scenario's steps on a model that passes one layer's hook by, each layer in turn; then run them right.
+
+    Returns the errors, one a broken step with history, and the report of the right steps.
+    """
+    caches = make_caches(rank, scenario, make_transport(rank, scenario))
+    reference = FullCaches(scenario.layers, scenario.num_blocks)
+    before_layer = caches.transfers.before_layer
+    wrong_outputs: list[str] = []
+    errors: list[str] = []
+    for index, step in enumerate(scenario.steps):
+        for layer in scenario.layers if step.has_history else ():
+            skipped = {cache.name for cache in layer.caches}
+            with patch.object(
+                caches.transfers, "before_layer", lambda name, to=skipped: name in to or before_layer(name)
+            ):
+                errors.append(_find_order_error(caches, step))
+        hidden = embed(step)
+        wrong_outputs += find_wrong_outputs(index, caches.run(step, hidden), reference.run(step, hidden))
+    return errors, make_report(caches, reference, wrong_outputs, caches.find_left_under_way())
+
+
+def _find_order_error(caches: KVPPCaches, step: ToyStep) -> str:
+    try:
+        caches.run(step, embed(step))
+    except KVPPOrderError as error:
+        return str(error)
+    return "no error"
 
 
 def run_on_transport(rank: Rank, scenario: Scenario, transport: Transport) -> Report:

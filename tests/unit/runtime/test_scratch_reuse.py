@@ -71,7 +71,8 @@ class WireTransfer:
 
 def view_layers(placement):
     """The target layers of one rank in a buffer of their own."""
-    backing = torch.zeros(placement.num_bytes, dtype=torch.uint8)
+    # Zeroed by the system when touched: torch would start threads to fill the gap between the scratch buffers.
+    backing = torch.frombuffer(bytearray(placement.num_bytes), dtype=torch.uint8)
     return tuple(
         TargetLayer(
             names=tuple(placed.cache.name for placed in bundle.components),
