@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help env demo test check lint types contracts unit distributed engine seam-table lock build clean
+.PHONY: help env demo test check lint types contracts unit distributed engine recall seam-table lock build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -49,6 +49,10 @@ distributed: env ## Run the tests over several processes, without an engine
 
 engine: env ## Run the tests on a real vLLM engine (about ten minutes)
 	$(BIN)/python -m pytest tests/engine
+
+recall: env ## Measure the recall model's accuracy, and that every layer's cache matters
+	$(BIN)/python recall_model/evaluate.py --dtype float32 --dtype bfloat16
+	$(BIN)/python recall_model/check_layers.py
 
 seam-table: env ## Print the table of docs/vllm-seam.md
 	@$(BIN)/python -c 'from vllm_kvpp.vllm_seam.symbols import describe_table; print(describe_table())'

@@ -40,13 +40,13 @@ class ProbeExtension:
     def sabotage_transfers(self, moved_layers: list[int]) -> None:
         """Stop moving every layer but these, by place in execution order."""
         transfers = self._kvpp.transfers  # type: ignore[attr-defined]
-        real = getattr(transfers._transport, "real", transfers._transport)
-        transfers._transport = _MovesNothing(real, set(moved_layers)).for_layers(len(transfers._layers))
+        real = getattr(transfers.transport, "real", transfers.transport)
+        transfers.transport = _MovesNothing(real, set(moved_layers)).for_layers(transfers.num_layers)
 
     def restore_transfers(self) -> None:
         """Move every layer again."""
         transfers = self._kvpp.transfers  # type: ignore[attr-defined]
-        transfers._transport = transfers._transport.real
+        transfers.transport = transfers.transport.real
 
     def describe_worker(self) -> dict[str, Any]:
         """What a worker is made of, and which of our modules it has loaded."""

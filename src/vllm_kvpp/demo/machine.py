@@ -4,7 +4,7 @@ import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from vllm_kvpp.demo.capacity import ModelShape
 from vllm_kvpp.demo.errors import DemoError

@@ -37,14 +37,14 @@ class SabotageExtension(CacheMeterExtension):
     def demo_break_transfers(self) -> dict[str, str]:
         """Move nothing from here on."""
         transfers = self._kvpp.transfers
-        if not isinstance(transfers._transport, NoTransport):
-            self._demo_transport = transfers._transport
-            transfers._transport = NoTransport()
-        return {"transport": type(transfers._transport).__name__}
+        if not isinstance(transfers.transport, NoTransport):
+            self._demo_transport = transfers.transport
+            transfers.transport = NoTransport()
+        return {"transport": type(transfers.transport).__name__}
 
     def demo_mend_transfers(self) -> dict[str, str]:
         """Take the real transport back."""
         transfers = self._kvpp.transfers
-        if isinstance(transfers._transport, NoTransport):
-            transfers._transport = self._demo_transport
-        return {"transport": type(transfers._transport).__name__}
+        if isinstance(transfers.transport, NoTransport):
+            transfers.transport = self._demo_transport
+        return {"transport": type(transfers.transport).__name__}

@@ -36,18 +36,24 @@ class LayerTransfers:
     """Runs the transfers of one stage on one rank, one forward at a time.
 
     `layers` are all target layers of the stage in execution order. `group_label` names the group in messages.
+    `transport` may be exchanged between steps, on all ranks of the group alike.
     """
 
     def __init__(self, layers: Sequence[TargetLayer], transport: Transport, group_label: str) -> None:
+        self.transport = transport
         self._layers = tuple(layers)
         self._index_by_name = {name: index for index, layer in enumerate(self._layers) for name in layer.names}
-        self._transport = transport
         self._group_label = group_label
         self.counters = TransferCounters()
         self._is_active = False
         self._has_started = False
         self._next_index = 0
         self._pending: PendingTransfer | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Target layers of the stage."""
+        return len(self._layers)
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
@@ -103,7 +109,7 @@ class LayerTransfers:
     def _start_next(self) -> None:
         if self._next_index == len(self._layers):
             return
-        pending = self._transport.start(self._layers[self._next_index].memory)
+        pending = self.transport.start(self._layers[self._next_index].memory)
         self._pending = pending
         self.counters.transfers += 1
         self.counters.transferred_bytes += pending.num_bytes

@@ -51,7 +51,7 @@ def test_breaking_twice_and_mending_twice_still_ends_with_the_real_transport():
         method()
     worker.demo_mend_transfers()
     worker.demo_mend_transfers()
-    assert worker._kvpp.transfers._transport is transport
+    assert worker._kvpp.transfers.transport is transport
 
 
 def test_the_meter_counts_an_allocation_once_however_many_tensors_share_it():

@@ -20,7 +20,6 @@ class FakeWorld:
         self.made = []
         self.values = []
         self.answers = None
-        self.log = []
 
     def get_rank(self):
         return self.rank
@@ -32,23 +31,20 @@ class FakeWorld:
         self.made.append((tuple(ranks), backend, timeout))
         return self.made[-1]
 
-    def barrier(self, group):
-        self.log.append(f"meet on {group}")
-
     def all_gather_object(self, values, value, group):
         self.values.append((value, group))
         values[:] = self.answers or [value] * len(values)
 
 
 class FakeTransport:
-    """Delivers what every owner sends, or nothing at all."""
+    """Delivers what every owner sends, or nothing at all; `owners` are the senders in order."""
 
     def __init__(self, *, delivers=True):
         self.delivers = delivers
-        self.log = []
+        self.owners = []
 
     def start(self, memory):
-        self.log.append(f"probe from {memory.owner_rank}")
+        self.owners.append(memory.owner_rank)
 
         def wait():
             if self.delivers:
@@ -67,7 +63,6 @@ def make(monkeypatch):
 
     def make(rank=0, *, size=4, tp=2, pp=1, dp=1, pcp=1, transport=None):
         world, transport = FakeWorld(rank, size), transport or FakeTransport()
-        transport.log = world.log
         monkeypatch.setattr(groups_module, "dist", world)
         monkeypatch.setattr(groups_module, "make_broadcast", lambda *args: transport)
         sizes = SimpleNamespace(
@@ -85,12 +80,19 @@ def make(monkeypatch):
 def test_every_rank_takes_part_in_making_every_group_in_the_same_order(make, rank):
     _, world = make(rank, pp=2)
 
-    assert [(ranks, backend) for ranks, backend, _ in world.made] == [
-        ((0, 1), None),
+    assert sorted((ranks, backend or "default") for ranks, backend, _ in world.made) == [
+        ((0, 1), "default"),
         ((0, 1), "gloo"),
-        ((2, 3), None),
+        ((2, 3), "default"),
         ((2, 3), "gloo"),
     ]
+    assert world.made == make(0, pp=2)[1].made
+
+
+def test_ranks_first_meet_under_the_limit_of_the_backend(make):
+    _, world = make(pp=2)
+
+    assert [timeout for _, _, timeout in world.made] == [None, None, timedelta(seconds=7), timedelta(seconds=7)]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +134,11 @@ def test_ranks_that_differ_are_all_named(make):
     )
 
 
-def test_ranks_meet_before_every_one_of_them_sends_a_probe(make):
-    _, world = make(tp=4)
+def test_every_rank_sends_a_probe_when_the_group_is_made(make):
+    transport = FakeTransport()
+    make(tp=4, transport=transport)
 
-    assert world.log == [
-        f"meet on {control_group(0, 1, 2, 3)}",
-        *(f"probe from {rank}" for rank in range(4)),
-    ]
+    assert transport.owners == [0, 1, 2, 3]
 
 
 def test_a_communicator_that_delivers_nothing_stops_the_start(make):

@@ -154,8 +154,9 @@ def test_a_bundle_received_as_a_whole_shows_in_every_view_of_vllm(specs):
         assert torch.equal(shown, layer.memory.whole)
 
 
-def test_layers_come_in_execution_order_with_their_owners_and_all_their_caches():
-    placement = place_on(SPARSE, 0)
+@RANKS
+def test_layers_come_in_execution_order_with_their_owners_and_all_their_caches(group_rank):
+    placement = place_on(SPARSE, group_rank)
     layers = view_layers(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8))
 
     assert [(layer.names, layer.memory.owner_rank) for layer in layers] == [
