@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_kvpp.errors import KVPPConfigError
 
@@ -12,12 +12,19 @@ SWITCH = "enable_kvpp"
 OPTIONS = "kvpp"
 
 
+def _refuse_bool(value: Any) -> Any:
+    # pydantic takes true for 1.
+    if isinstance(value, bool):
+        raise ValueError("input should be a number, not a boolean")
+    return value
+
+
 class KVPPOptions(BaseModel):
     """Options under the key `kvpp` of `additional_config`; an unknown one is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    transfer_timeout_seconds: float = Field(
+    transfer_timeout_seconds: Annotated[float, BeforeValidator(_refuse_bool)] = Field(
         default=300.0,
         gt=0,
         le=86_400,

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 SUPPORTED_SPECULATIVE_METHODS = ("mtp", "dspark")
 SUPPORTED_GRAPH_MODES = ("NONE", "PIECEWISE")
+# Blocks outermost: the pages of all layers alternate, so no layer lies in one range.
+REFUSED_LAYOUTS = ("BLHNC", "BLNHC", "BHLNC")
 PREFILL_CONNECTOR = "MooncakeConnectorV2"
+RUN_EAGERLY = "add --enforce-eager"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Deployment:
     uses_microbatches: bool = False
     uses_elastic_ep: bool = False
     uses_sleep_mode: bool = False
+    kv_cache_layout: str | None = None
 
     @property
     def group_size(self) -> int:
@@ -52,6 +56,7 @@ def find_refusals(deployment: Deployment) -> tuple[str, ...]:
     return (
         *_refuse_parallelism(deployment),
         *_refuse_connectors(deployment),
+        *_refuse_graphs(deployment),
         *_refuse_execution(deployment),
         *_refuse_model(deployment),
         *_refuse_speculation(deployment.speculation),
@@ -100,33 +105,43 @@ def _refuse_connectors(deployment: Deployment) -> Iterator[str]:
         )
 
 
-def _refuse_execution(deployment: Deployment) -> Iterator[str]:
-    eager = "add --enforce-eager"
+def _refuse_graphs(deployment: Deployment) -> Iterator[str]:
     if deployment.graph_mode not in SUPPORTED_GRAPH_MODES:
         yield (
             "KVPP supports eager execution or PIECEWISE only. "
-            f'(cudagraph_mode is {deployment.graph_mode}; {eager}, or --compilation-config \'{{"cudagraph_mode": '
+            f'(cudagraph_mode is {deployment.graph_mode}; {RUN_EAGERLY}, or --compilation-config \'{{"cudagraph_mode": '
             '"PIECEWISE"}\')'
         )
     if deployment.graph_mode != "NONE" and deployment.uses_breakable_graph:
         yield (
             "KVPP cannot run inside breakable CUDA graphs: they record the cache update. "
-            f"(VLLM_USE_BREAKABLE_CUDAGRAPH is on; set it to 0, or {eager})"
+            f"(VLLM_USE_BREAKABLE_CUDAGRAPH is on; set it to 0, or {RUN_EAGERLY})"
         )
     elif deployment.graph_mode == "PIECEWISE" and not deployment.cache_update_splits_graph:
         yield (
             "KVPP needs the cache update outside the recorded graph pieces. (splitting_ops lacks "
             "vllm::unified_mla_kv_cache_update, or a fusion pass replaces it; leave splitting_ops, "
-            f"use_inductor_graph_partition and the rope/KV-cache fusions at their defaults, or {eager})"
+            f"use_inductor_graph_partition and the rope/KV-cache fusions at their defaults, or {RUN_EAGERLY})"
         )
+
+
+def _refuse_execution(deployment: Deployment) -> Iterator[str]:
     if deployment.compile_mode == "STOCK_TORCH_COMPILE":
-        yield f"KVPP does not support compilation mode STOCK_TORCH_COMPILE. (mode is 1; {eager})"
+        yield f"KVPP does not support compilation mode STOCK_TORCH_COMPILE. (mode is 1; {RUN_EAGERLY})"
     elif deployment.compile_mode != "NONE" and deployment.uses_direct_attention_call:
-        yield f"KVPP needs attention behind a custom op when the model is compiled. (this platform has none; {eager})"
+        yield (
+            "KVPP needs attention behind a custom op when the model is compiled. "
+            f"(this platform has none; {RUN_EAGERLY})"
+        )
     if deployment.uses_model_runner_v2:
         yield (
             "KVPP supports model runner V1 only in this release. "
             "(vLLM chose V2; set the environment variable VLLM_USE_V2_MODEL_RUNNER to 0)"
+        )
+    if deployment.kv_cache_layout in REFUSED_LAYOUTS:
+        yield (
+            "KVPP needs a KV cache layout with whole layers. (the environment variable VLLM_KV_CACHE_LAYOUT is "
+            f"{deployment.kv_cache_layout}; set it to LBNHC, or unset it)"
         )
     if deployment.uses_sleep_mode:
         yield "KVPP does not support sleep mode in this release. (enable_sleep_mode is true; remove it)"

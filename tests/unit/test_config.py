@@ -84,6 +84,12 @@ def test_a_timeout_out_of_bounds_is_refused_naming_option_and_value(value):
     assert reason.startswith(f"kvpp.transfer_timeout_seconds is {value!r}: Input should be ")
 
 
+def test_a_boolean_is_no_timeout():
+    (reason,) = reasons_against({"kvpp": {"transfer_timeout_seconds": True}})
+
+    assert reason == "kvpp.transfer_timeout_seconds is True: Value error, input should be a number, not a boolean."
+
+
 def test_settings_cannot_be_changed_after_they_were_read():
     options = read_settings({}).options
 

@@ -69,6 +69,11 @@ CASES = {
         "VLLM_USE_V2_MODEL_RUNNER",
         {"uses_model_runner_v2": True},
     ),
+    "layout": (
+        "KVPP needs a KV cache layout with whole layers.",
+        "VLLM_KV_CACHE_LAYOUT is BLHNC; set it to LBNHC",
+        {"kv_cache_layout": "BLHNC"},
+    ),
     "sleep": ("KVPP does not support sleep mode", "enable_sleep_mode is true", {"uses_sleep_mode": True}),
     "no-mla": (MODEL, "LlamaForCausalLM does not use MLA", {"is_mla": False, "architecture": "LlamaForCausalLM"}),
     "hybrid": (MODEL, "KimiLinearForCausalLM is hybrid", {"is_hybrid": True, "architecture": "KimiLinearForCausalLM"}),
@@ -94,7 +99,8 @@ CASE_IDS = list(CASES)
 SETTINGS = re.compile(
     r"decode_context_parallel_size|prefill_context_parallel_size|enable_dbo|enable_elastic_ep|kv_role|kv_connector"
     r"|cudagraph_mode|VLLM_USE_BREAKABLE_CUDAGRAPH|splitting_ops|\bmode is\b|--enforce-eager|VLLM_USE_V2_MODEL_RUNNER"
-    r"|enable_sleep_mode|enable_kvpp|\bmethod is\b|num_speculative_tokens_per_batch_size|enable_adaptive_verification"
+    r"|enable_sleep_mode|VLLM_KV_CACHE_LAYOUT|enable_kvpp"
+    r"|\bmethod is\b|num_speculative_tokens_per_batch_size|enable_adaptive_verification"
 )
 
 
@@ -176,3 +182,8 @@ def test_the_group_spans_tensor_and_prefill_context_parallel_ranks(tp_size, pcp_
     deployment = Deployment(tensor_parallel_size=tp_size, prefill_context_parallel_size=pcp_size)
 
     assert deployment.group_size == group_size
+
+
+@pytest.mark.parametrize("layout", [None, "LBNHC", "LBHNC", "NHD", "HND"])
+def test_layouts_with_whole_layers_are_fine(layout):
+    assert refusals_with(kv_cache_layout=layout) == ()

@@ -27,7 +27,7 @@ class LayerCache:
             if part.isdecimal():
                 return int(part)
         raise KVPPConfigError(
-            [f"The cache {self.name} has no layer number in its name, so it cannot be given an owner."]
+            [f"The cache {self.name} has no layer number in its name, so it has no owner. (set enable_kvpp to false)"]
         )
 
 
@@ -70,7 +70,12 @@ def split_draft_caches(
     without_cache = sorted(draft_names - {cache.name for cache in caches})
     if without_cache:
         names = ", ".join(without_cache)
-        raise KVPPConfigError([f"KVPP does not support draft layers sharing target KV caches. (no own cache: {names})"])
+        raise KVPPConfigError(
+            [
+                f"KVPP does not support draft layers sharing target KV caches. "
+                f"({names} has no cache of its own; remove --speculative-config)"
+            ]
+        )
     targets = tuple(cache for cache in caches if cache.name not in draft_names)
     drafts = tuple(sorted((cache for cache in caches if cache.name in draft_names), key=lambda cache: cache.name))
     return targets, drafts

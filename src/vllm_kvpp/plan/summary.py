@@ -25,6 +25,8 @@ class CacheSummary:
     @property
     def num_tokens_without(self) -> int:
         """Tokens that the same memory holds with every layer on every rank."""
+        if self.plan.full_bytes_per_block == 0:
+            return 0
         return self.available_bytes // self.plan.full_bytes_per_block * self.block_size
 
     def as_dict(self) -> dict[str, Any]:

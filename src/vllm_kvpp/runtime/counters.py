@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class TransferCounters:
-    """Counts of one rank. `bytes` counts every bundle that took part in, sent or received."""
+    """Counts of one rank. `transferred_bytes` counts each bundle that the rank sent or received."""
 
     steps: int = 0
     steps_with_history: int = 0

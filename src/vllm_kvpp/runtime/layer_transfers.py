@@ -86,17 +86,17 @@ class LayerTransfers:
     def before_layer(self, name: str) -> None:
         """Wait for the layer of cache `name`, then start the next layer's transfer.
 
-        Outside a step with history, and for a layer that has been waited for in this step (another of its caches),
-        there is nothing to do.
+        Outside a step with history, and for another cache of the layer that has just been waited for, there is nothing
+        to do.
 
         Raises:
-            KVPPOrderError: the layer is not the next in order.
+            KVPPOrderError: the layer is neither the next in order nor the current one.
             KVPPTransferError: its transfer failed, or did not finish in time.
         """
         if not self._is_active:
             return
         index = self._index_by_name[name]
-        if index < self._next_index:
+        if index == self._next_index - 1:
             return
         if self._pending is None or index != self._next_index:
             raise KVPPOrderError(self._describe_disorder(name))
@@ -109,7 +109,9 @@ class LayerTransfers:
     def _start_next(self) -> None:
         if self._next_index == len(self._layers):
             return
-        pending = self.transport.start(self._layers[self._next_index].memory)
+        layer = self._layers[self._next_index]
+        with self._named_failure(layer):
+            pending = self.transport.start(layer.memory)
         self._pending = pending
         self.counters.transfers += 1
         self.counters.transferred_bytes += pending.num_bytes
@@ -117,21 +119,30 @@ class LayerTransfers:
     def _wait(self, pending: PendingTransfer, layer: TargetLayer) -> None:
         started = time.perf_counter()
         try:
-            pending.wait()
+            with self._named_failure(layer):
+                pending.wait()
+        finally:
+            self.counters.host_wait_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def _named_failure(self, layer: TargetLayer) -> Iterator[None]:
+        try:
+            yield
         except (TimeoutError, RuntimeError) as error:
             raise KVPPTransferError(
                 f"The transfer of {layer.label} from owner rank {layer.memory.owner_rank} failed in the KVPP group "
                 f"{self._group_label}: {error}. A rank of the group is gone or stuck: see its log. If transfers need "
                 "longer, raise kvpp.transfer_timeout_seconds."
             ) from error
-        finally:
-            self.counters.host_wait_seconds += time.perf_counter() - started
 
     def _describe_disorder(self, name: str) -> str:
         if not self._has_started:
             return f"{name} was reached before the model's forward began; KVPP could not start its transfer."
-        expected = self._layers[self._next_index].label if self._next_index < len(self._layers) else "the end"
-        return f"{name} was reached out of order: KVPP expected {expected}. Its cache has not been brought."
+        expected = self._layers[self._next_index].label if self._next_index < len(self._layers) else "no further layer"
+        return (
+            f"{name} was reached out of order: KVPP expected {expected}. Its cache has not been brought, or its "
+            "scratch buffer has been handed on."
+        )
 
     def _check_all_layers_waited(self) -> None:
         if not self._is_active or self._next_index == len(self._layers):

@@ -23,7 +23,10 @@ def describe_caches(specs: Mapping[str, KVCacheSpec]) -> tuple[LayerCache, ...]:
     if foreign:
         kinds = ", ".join(foreign)
         raise KVPPConfigError(
-            [f"KVPP currently supports only non-hybrid MLA models. (the model has caches of: {kinds})"]
+            [
+                f"KVPP currently supports only non-hybrid MLA models. "
+                f"(the model has caches of the kind {kinds}; set enable_kvpp to false)"
+            ]
         )
     return tuple(LayerCache(name, _block_stride(spec)) for name, spec in specs.items())
 

@@ -96,7 +96,8 @@ class KVPPSession:
             raise KVPPConfigError(
                 [
                     "KVPP currently supports only non-hybrid MLA models. "
-                    f"(vLLM made {len(config.kv_cache_groups)} KV cache groups of this model's layers)"
+                    f"(vLLM made {len(config.kv_cache_groups)} KV cache groups of this model's layers; "
+                    "set enable_kvpp to false)"
                 ]
             )
         self._group.check_agreement("the number of blocks", config.num_blocks)

@@ -37,12 +37,18 @@ class SeamSymbol:
             symbol = resolve(self.path)
         except (ImportError, AttributeError) as error:
             return f"{self.path} is missing ({error})"
+        try:
+            return self._find_changed_shape(symbol)
+        except (TypeError, ValueError, OSError) as error:
+            return f"{self.path} cannot be inspected ({error})"
+
+    def _find_changed_shape(self, symbol: Any) -> str | None:
         if lacking := [name for name in self.parameters if name not in inspect.signature(symbol).parameters]:
             return f"{self.path} lacks the parameter(s) {', '.join(lacking)}"
         known_fields = {field.name for field in fields(symbol)} if is_dataclass(symbol) else set()
         if lacking := [name for name in self.fields if name not in known_fields]:
             return f"{self.path} lacks the field(s) {', '.join(lacking)}"
-        if not _stand_in_order(inspect.getsource(symbol) if self.source_order else "", self.source_order):
+        if self.source_order and not _stand_in_order(inspect.getsource(symbol), self.source_order):
             return f"{self.path} no longer runs {' before '.join(self.source_order)}"
         return None
 
@@ -194,6 +200,11 @@ SEAM: tuple[SeamSymbol, ...] = (
         path="vllm.envs:VLLM_USE_BREAKABLE_CUDAGRAPH",
         because="Breakable graphs record the cache update: refused.",
         removable_when="vLLM breaks such graphs at the cache update too.",
+    ),
+    SeamSymbol(
+        path="vllm.envs:VLLM_KV_CACHE_LAYOUT",
+        because="A layout that the user chose and that has no whole layers is refused before weights are loaded.",
+        removable_when="vLLM fixes the layout of MLA caches.",
     ),
     SeamSymbol(
         path="vllm.v1.worker.worker_base:WorkerBase",

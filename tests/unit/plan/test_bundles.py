@@ -94,5 +94,6 @@ def test_a_draft_layer_that_shares_a_target_cache_is_refused_by_name():
         split_draft_caches([mla(0), mla(1)], {mla(1).name, mla(62).name, mla(61).name})
 
     assert caught.value.reasons == (
-        f"KVPP does not support draft layers sharing target KV caches. (no own cache: {mla(61).name}, {mla(62).name})",
+        "KVPP does not support draft layers sharing target KV caches. "
+        f"({mla(61).name}, {mla(62).name} has no cache of its own; remove --speculative-config)",
     )

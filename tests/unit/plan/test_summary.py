@@ -110,3 +110,10 @@ def test_the_report_is_plain_values():
     report = summarise().as_dict()
 
     assert json.loads(json.dumps(report)) == report
+
+
+def test_a_plan_without_caches_has_no_tokens():
+    plan = plan_cache([], group_size=2)
+    summary = CacheSummary(plan, place(plan, 0, 0), group_rank=0, block_size=16, available_bytes=1024)
+
+    assert (summary.num_tokens, summary.num_tokens_without) == (0, 0)

@@ -109,6 +109,22 @@ def test_a_layer_reached_before_its_turn_is_refused_naming_it_and_the_expected_o
         stage.run_step(DECODE, "layers.0.attn", "layers.2.attn")
 
 
+def test_a_layer_reached_again_after_its_scratch_buffer_was_handed_on_is_refused(make_stage):
+    stage = make_stage()
+
+    with pytest.raises(
+        KVPPOrderError, match=r"layers\.0\.attn was reached out of order: KVPP expected layers\.2\.attn"
+    ):
+        stage.run_step(DECODE, "layers.0.attn", "layers.1.attn", "layers.0.attn")
+
+
+def test_a_layer_before_the_last_reached_again_at_the_end_is_refused(make_stage):
+    stage = make_stage()
+
+    with pytest.raises(KVPPOrderError, match="KVPP expected no further layer"):
+        stage.run_step(DECODE, "layers.0.attn", "layers.1.attn", "layers.2.attn", "layers.1.indexer")
+
+
 def test_a_layer_reached_before_the_forward_began_is_refused(make_stage):
     stage = make_stage()
 

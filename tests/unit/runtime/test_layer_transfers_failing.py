@@ -114,3 +114,17 @@ def test_time_that_the_host_waits_is_counted_also_when_the_transfer_fails(make_s
             stage.run_step(DECODE)
 
     assert stage.transfers.counters.host_wait_seconds == 2.5
+
+
+def test_a_transfer_that_cannot_be_started_is_named_like_one_that_failed(make_stage):
+    class Broken:
+        def start(self, memory):
+            raise RuntimeError("NCCL error")
+
+    stage = make_stage()
+    stage.transfers.transport = Broken()
+
+    message = r"layers\.0\.attn from owner rank 0 failed in the KVPP group of ranks \[2, 3\]: NCCL error"
+    with pytest.raises(KVPPTransferError, match=message):
+        stage.run_step(DECODE)
+    assert stage.transfers.counters.transfers == 0

@@ -108,12 +108,13 @@ def test_a_cache_of_another_kind_is_refused_by_kind(spec):
         describe_caches({**DENSE, "model.layers.6.attn": spec})
 
     assert caught.value.reasons == (
-        f"KVPP currently supports only non-hybrid MLA models. (the model has caches of: {type(spec).__name__})",
+        "KVPP currently supports only non-hybrid MLA models. "
+        f"(the model has caches of the kind {type(spec).__name__}; set enable_kvpp to false)",
     )
 
 
 def test_every_foreign_kind_of_cache_is_named_once():
-    with pytest.raises(KVPPConfigError, match=r"caches of: FullAttentionSpec, SlidingWindowMLASpec\)"):
+    with pytest.raises(KVPPConfigError, match="of the kind FullAttentionSpec, SlidingWindowMLASpec;"):
         describe_caches({"layers.0.a": SLIDING, "layers.1.a": FULL, "layers.2.a": FULL})
 
 

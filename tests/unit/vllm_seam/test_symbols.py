@@ -204,3 +204,10 @@ def test_no_version_is_known_when_none_is_installed(monkeypatch):
     monkeypatch.setattr(symbols, "version", version)
 
     assert installed_version() is None
+
+
+@pytest.mark.parametrize("shape", [{"source_order": ("x",)}, {"parameters": ("x",)}])
+def test_a_symbol_that_cannot_be_inspected_is_a_fault_and_no_crash(shape):
+    fault = SeamSymbol("builtins:type", "", "", **shape).find_fault()
+
+    assert fault.startswith("builtins:type cannot be inspected (")
