@@ -70,6 +70,14 @@ def engine_environment(num_workers: int, folder: Path) -> dict[str, str]:
     return environment
 
 
+def write_plugin(folder: Path, name: str) -> None:
+    """Let vLLM find the module `name` of this folder as a plugin, in processes with `folder` on their path."""
+    metadata = folder / f"{name}-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+
+
 def run_process(
     command: list[str], environment: dict[str, str], log_path: Path, timeout_seconds: float
 ) -> ProcessResult:

@@ -1,8 +1,10 @@
 """Methods that tests call in the workers, through `--worker-extension-cls` and `collective_rpc`."""
 
+import hashlib
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -47,6 +49,15 @@ class ProbeExtension:
         """Move every layer again."""
         transfers = self._kvpp.transfers  # type: ignore[attr-defined]
         transfers.transport = transfers.transport.real
+
+    def digest_caches(self) -> dict[str, str]:
+        """A fingerprint of each layer's cache, wherever it lies on this rank."""
+        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        return {
+            name: hashlib.sha256(layer.kv_cache.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
+            for name, layer in layers.items()
+            if hasattr(layer, "kv_cache")
+        }
 
     def describe_worker(self) -> dict[str, Any]:
         """What a worker is made of, and which of our modules it has loaded."""
