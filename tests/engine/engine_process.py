@@ -141,6 +141,8 @@ def run_engine(
     engine = {
         "enforce_eager": True,
         "skip_tokenizer_init": True,
+        # Named, so that a CPU with AMX runs the same backend and block size.
+        "attention_backend": "CPU_MLA",
         "compilation_config": NATIVE_ROPE,
         "worker_extension_cls": "worker_extension.ProbeExtension",
         **engine,

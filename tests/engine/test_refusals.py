@@ -202,6 +202,7 @@ def _serve(folder: Path, model: Path, *arguments: str, timeout_seconds: float = 
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format", "dummy"),
         *("--tensor-parallel-size", "2", "--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32"),
+        *("--attention-backend", "CPU_MLA"),
         *("--compilation-config", json.dumps(NATIVE_ROPE), *arguments),
     ]
     return run_process(command, engine_environment(2, folder), folder / "serve.log", timeout_seconds)

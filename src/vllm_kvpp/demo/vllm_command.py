@@ -19,6 +19,8 @@ MAX_MODEL_LEN = 256
 MAX_CPUS_PER_RANK = 4
 # vLLM's CPU rotary kernel is wrong for the queries of MLA models; the native forward is right.
 COMPILATION_CONFIG = {"custom_ops": ["all", "-rotary_embedding"]}
+# Named, so that a CPU with AMX, where vLLM prefers another backend and block size, shows the same numbers.
+ATTENTION_BACKEND = "CPU_MLA"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def make_command(settings: ServerSettings, *, with_kvpp: bool, port: int) -> Ser
         *("--served-model-name", MODEL_NAME),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--tensor-parallel-size", str(settings.tp_size), "--enforce-eager"),
-        *("--dtype", DTYPE, "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--dtype", DTYPE, "--max-model-len", str(MAX_MODEL_LEN), "--attention-backend", ATTENTION_BACKEND),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_bytes)),
         *("--compilation-config", json.dumps(COMPILATION_CONFIG)),
         *("--worker-extension-cls", f"vllm_kvpp.demo.{extension}"),
