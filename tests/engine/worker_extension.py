@@ -18,9 +18,10 @@ class _NothingMoved:
 class _MovesNothing:
     """A transport that claims to have moved each bundle, except of the layers in `moved`, which it really moves."""
 
-    def __init__(self, real: Any, moved: set[int]) -> None:
+    def __init__(self, real: Any, moved: set[int], num_layers: int) -> None:
         self.real = real
         self._moved = moved
+        self._num_layers = num_layers
         self._num_started = 0
 
     def start(self, memory: Any) -> Any:
@@ -28,12 +29,6 @@ class _MovesNothing:
         if index % self._num_layers in self._moved:
             return self.real.start(memory)
         return _NothingMoved()
-
-    _num_layers = 1
-
-    def for_layers(self, num_layers: int) -> "_MovesNothing":
-        self._num_layers = num_layers
-        return self
 
 
 class ProbeExtension:
@@ -43,7 +38,7 @@ class ProbeExtension:
         """Stop moving every layer but these, by place in execution order."""
         transfers = self._kvpp.transfers  # type: ignore[attr-defined]
         real = getattr(transfers.transport, "real", transfers.transport)
-        transfers.transport = _MovesNothing(real, set(moved_layers)).for_layers(transfers.num_layers)
+        transfers.transport = _MovesNothing(real, set(moved_layers), transfers.num_layers)
 
     def restore_transfers(self) -> None:
         """Move every layer again."""

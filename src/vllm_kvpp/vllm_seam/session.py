@@ -1,6 +1,5 @@
 """KVPP's state in one worker, from the group to the running transfers. The worker class only calls it."""
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ class KVPPSession:
     def report(self) -> dict[str, Any]:
         """The summary, the allocation as measured, and the counters, in plain values."""
         summary = self._summary.as_dict() if self._summary is not None else {}
-        counters = dataclasses.asdict(self._transfers.counters) if self._transfers is not None else {}
+        counters = self._transfers.counters.as_dict() if self._transfers is not None else {}
         return {
             **summary,
             "group_ranks": list(self._group.ranks),
@@ -150,7 +149,7 @@ class KVPPSession:
 def find_draft_names(vllm_config: VllmConfig, model_runner: Any) -> frozenset[str]:
     """The draft layers that the drafter really loaded (R-OWN-3).
 
-    Touches: `drafter._draft_attn_layer_names`. Because: no public name. Checked by: `check_seam`, and here.
+    Touches: `drafter._draft_attn_layer_names`. Because: no public name. Checked by: `check_seam`.
     """
     if vllm_config.speculative_config is None:
         return frozenset()
