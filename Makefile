@@ -14,13 +14,13 @@ help: ## Show this list
 
 env: $(STAMP) ## Build .venv with a CPU build of vLLM, and this package
 
-$(STAMP): requirements/cpu.lock pyproject.toml
+$(STAMP): requirements/cpu.lock pyproject.toml reference/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing the CPU environment (about 2.6 GB, one to three minutes) ..."
 	@# --no-deps: the lock file is complete, and plain resolution would pull in CUDA builds.
 	$(PIP_INSTALL) -r requirements/cpu.lock || $(PIP_INSTALL) --extra-index-url $(TORCH_INDEX) -r requirements/cpu.lock
-	$(PIP_INSTALL) --no-build-isolation --editable .
+	$(PIP_INSTALL) --no-build-isolation --editable . --editable ./reference
 	@touch $(STAMP)
 
 demo: env ## Serve a small model with and without KVPP on this CPU, and compare
@@ -42,7 +42,7 @@ contracts: env ## Check the import arrows, and the documents against the code
 	$(BIN)/python -m pytest tests/contracts
 
 unit: env ## Run the tests of single parts
-	$(BIN)/python -m pytest tests/unit tests/recall
+	$(BIN)/python -m pytest tests/unit tests/recall tests/reference
 
 distributed: env ## Run the tests over several processes, without an engine
 	$(BIN)/python -m pytest tests/distributed

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
+from mla_cpu_reference.parts import ENVIRONMENT_VARIABLE
 
 from vllm_kvpp.demo.vllm_metadata import write_vllm_metadata
 
@@ -53,8 +56,11 @@ class ProcessResult:
     leftovers: list[int] = field(default_factory=list)
 
 
-def engine_environment(num_workers: int, folder: Path) -> dict[str, str]:
-    """The environment in which several workers start on a machine with one NUMA node; `folder` takes what it needs."""
+def engine_environment(num_workers: int, folder: Path, reference: Sequence[str] = ()) -> dict[str, str]:
+    """The environment in which several workers start on a machine with one NUMA node; `folder` takes what it needs.
+
+    `reference` names the parts of the reference platform to switch on.
+    """
     write_vllm_metadata(folder)
     cpus = sorted(os.sched_getaffinity(0))
     environment = {
@@ -64,6 +70,7 @@ def engine_environment(num_workers: int, folder: Path) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(num_workers)),
         "PYTHONPATH": os.pathsep.join((str(HERE), str(folder))),
+        ENVIRONMENT_VARIABLE: ",".join(reference),
     }
     # It would silently override kv_cache_memory_bytes.
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -130,9 +137,17 @@ class _Family:
 
 
 def run_engine(
-    engine: dict[str, Any], actions: list[dict[str, Any]], folder: Path, timeout_seconds: float = 300
+    engine: dict[str, Any],
+    actions: list[dict[str, Any]],
+    folder: Path,
+    *,
+    reference: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    timeout_seconds: float = 300,
 ) -> EngineRun:
     """Start a `vllm.LLM`, run the actions, and return what it said.
+
+    `reference` names parts of the reference platform; `environment` is added to the usual one.
 
     Raises:
         AssertionError: it failed; with the end of its log.
@@ -151,7 +166,8 @@ def run_engine(
     task_path, result_path = folder / "task.json", folder / "result.json"
     task_path.write_text(json.dumps({"engine": engine, "actions": actions}))
     command = [sys.executable, str(HERE / "llm_script.py"), str(task_path), str(result_path)]
-    result = run_process(command, engine_environment(num_workers, folder), folder / "engine.log", timeout_seconds)
+    environment = {**engine_environment(num_workers, folder, reference), **environment}
+    result = run_process(command, environment, folder / "engine.log", timeout_seconds)
     assert result.returncode == 0, f"the engine failed:\n{result.output[-6000:]}"
     said = json.loads(result_path.read_text())
     return EngineRun(**said, log=result.output)

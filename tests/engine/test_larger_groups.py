@@ -18,7 +18,7 @@ def tp_4_runs(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
     def run(is_on: bool, folder: Path) -> EngineRun:
         write_plugin(folder, "rank_equal_sums")
         engine = {**RECALL_ENGINE, "tensor_parallel_size": 4, "additional_config": kvpp(is_on)}
-        return run_engine(engine, [workload, REPORT if is_on else rpc("digest_caches")], folder, 400)
+        return run_engine(engine, [workload, REPORT if is_on else rpc("digest_caches")], folder, timeout_seconds=400)
 
     return {is_on: run(is_on, tmp_path_factory.mktemp("tp4")) for is_on in (False, True)}
 
@@ -55,7 +55,9 @@ def deep_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]
     }
 
     def run(is_on: bool, folder: Path) -> EngineRun:
-        return run_engine({**engine, "additional_config": kvpp(is_on)}, [REPORT] if is_on else [], folder, 400)
+        return run_engine(
+            {**engine, "additional_config": kvpp(is_on)}, [REPORT] if is_on else [], folder, timeout_seconds=400
+        )
 
     return {is_on: run(is_on, tmp_path_factory.mktemp("run")) for is_on in (False, True)}
 

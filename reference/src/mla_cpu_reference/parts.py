@@ -1,0 +1,59 @@
+"""The parts by name: what each gives the CPU platform, why vLLM lacks it, and when the part can go."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+ENVIRONMENT_VARIABLE = "MLA_CPU_REFERENCE"
+VLLM_VERSIONS = ("0.32.0",)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part; the module of its name has a function `apply` that changes vLLM in this process."""
+
+    name: str
+    provides: str
+    because: str
+    removable_when: str
+
+    def apply(self) -> None:
+        """Change vLLM in this process."""
+        import_module(f"mla_cpu_reference.{self.name}").apply()
+
+
+PARTS: tuple[Part, ...] = (
+    Part(
+        name="chunked_prefill",
+        provides="chunked prefill and prefix caching for MLA",
+        because="CpuPlatform.check_and_update_config turns both off for MLA, though CPU_MLA can do both.",
+        removable_when="The CPU platform leaves the settings as they are (not in 0.33.0).",
+    ),
+)
+
+
+class UnknownPartError(ValueError):
+    """A name in the environment variable is no part's."""
+
+
+def selected_parts(text: str | None = None) -> tuple[Part, ...]:
+    """The parts named in `text`, by default in the environment variable, separated by commas; in the order of `PARTS`.
+
+    Raises:
+        UnknownPartError: with the unknown names and the known ones.
+    """
+    if text is None:
+        text = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    names = {name.strip() for name in text.split(",")} - {""}
+    if unknown := sorted(names - {part.name for part in PARTS}):
+        raise UnknownPartError(
+            f"{ENVIRONMENT_VARIABLE} names {', '.join(unknown)}; the parts are {', '.join(p.name for p in PARTS)}"
+        )
+    return tuple(part for part in PARTS if part.name in names)
+
+
+def describe_table(parts: Sequence[Part] = PARTS) -> str:
+    """The table of the README, as Markdown."""
+    rows = [f"| `{part.name}` | {part.provides} | {part.because} | {part.removable_when} |" for part in parts]
+    return "\n".join(("| Part | Provides | Because | Removable when |", "|---|---|---|---|", *rows))
