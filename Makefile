@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NEXT_STAMP := $(VENV)/.vllm-next
 # Where PyTorch publishes its CPU builds; asked only if the package index at hand has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help env demo test check lint types contracts unit distributed engine recall seam-table lock build clean
+.PHONY: help env vllm-next demo test check lint types contracts unit distributed engine recall seam-table lock build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -23,6 +24,12 @@ $(STAMP): requirements/cpu.lock pyproject.toml reference/pyproject.toml
 	$(PIP_INSTALL) --no-build-isolation --editable . --editable ./reference
 	@touch $(STAMP)
 
+vllm-next: $(NEXT_STAMP) ## Get the next vLLM release's Python source, to check the seam against (downloads 336 MB)
+
+$(NEXT_STAMP): tests/contracts/vllm_next.py | $(STAMP)
+	$(BIN)/python tests/contracts/vllm_next.py
+	@touch $(NEXT_STAMP)
+
 demo: env ## Serve a small model with and without KVPP on this CPU, and compare
 	$(BIN)/vllm-kvpp demo
 
@@ -37,7 +44,7 @@ lint: env ## Check style
 types: env ## Check types
 	$(BIN)/mypy
 
-contracts: env ## Check the import arrows, and the documents against the code
+contracts: env vllm-next ## Check the import arrows, the documents, and the seam against this vLLM and the next
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/contracts
 
