@@ -1,11 +1,16 @@
 """Models for tests of form, not of answers: configurations that are never loaded, dummy and random weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+INDEX_HEADS = 4
+# A key is quantised in groups of 128.
+INDEX_HEAD_DIM = 128
 
 
 def write_config(folder: Path, *, num_layers: int = 2, num_heads: int = 4, **changes: Any) -> Path:
@@ -71,7 +76,7 @@ def write_mtp_checkpoint(folder: Path, *, num_layers: int) -> Path:
         dtype="float32",
     )
     weights = _RandomWeights()
-    weights.tensors["model.embed_tokens.weight"] = weights.draw(512, hidden) * hidden**0.5
+    weights.add_embedding(hidden)
     for number in range(num_layers):
         weights.add_layer(f"model.layers.{number}.", hidden=hidden, heads=heads, rank=rank)
         weights.add_mlp(f"model.layers.{number}.mlp.", hidden, 2 * hidden)
@@ -82,15 +87,93 @@ def write_mtp_checkpoint(folder: Path, *, num_layers: int) -> Path:
     return folder
 
 
+def write_sparse_checkpoint(
+    folder: Path, *, num_layers: int, indexer_types: Sequence[str] | None = None, index_topk: int = 32
+) -> Path:
+    """Write a random model with sparse attention, in which every layer owns an indexer (as DeepSeek-V3.2).
+
+    With `indexer_types`, "full" or "shared" for each layer, the "shared" ones reuse the last choice (as GLM-5.2).
+    """
+    hidden, heads, rank = 128, 4, 96
+    pattern: dict[str, Any] = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    if indexer_types is not None:
+        pattern = {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "indexer_rope_interleave": True,
+            "indexer_types": list(indexer_types),
+            # vLLM reads this one, or a frequency and an offset, and no types.
+            "index_topk_pattern": "".join({"full": "F", "shared": "S"}[kind] for kind in indexer_types),
+        }
+    write_config(
+        folder,
+        num_layers=num_layers,
+        num_heads=heads,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        q_lora_rank=rank,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        index_topk=index_topk,
+        index_n_heads=INDEX_HEADS,
+        index_head_dim=INDEX_HEAD_DIM,
+        dtype="float32",
+        **pattern,
+    )
+    weights = _RandomWeights()
+    weights.add_embedding(hidden)
+    for number in range(num_layers):
+        weights.add_layer(f"model.layers.{number}.", hidden=hidden, heads=heads, rank=rank)
+        if indexer_types is None or indexer_types[number] == "full":
+            weights.add_indexer(f"model.layers.{number}.self_attn.indexer.", hidden=hidden, rank=rank)
+        weights.add_mlp(f"model.layers.{number}.mlp.", hidden, 2 * hidden)
+    weights.add_norm("model.norm", hidden)
+    weights.add("lm_head", 512, hidden, 2.0)
+    save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_moe_checkpoint(folder: Path, *, num_layers: int, num_experts: int) -> Path:
+    """Write a random model whose first layer is dense and whose others choose 2 of the experts for each token."""
+    hidden, heads, rank = 128, 4, 96
+    write_config(
+        folder,
+        num_layers=num_layers,
+        num_heads=heads,
+        architectures=["DeepseekV3ForCausalLM"],
+        model_type="deepseek_v3",
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden,
+        q_lora_rank=rank,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=1,
+        n_routed_experts=num_experts,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+        num_nextn_predict_layers=0,
+        dtype="float32",
+    )
+    weights = _RandomWeights()
+    weights.add_embedding(hidden)
+    for number in range(num_layers):
+        weights.add_layer(f"model.layers.{number}.", hidden=hidden, heads=heads, rank=rank)
+        if number == 0:
+            weights.add_mlp(f"model.layers.{number}.mlp.", hidden, 2 * hidden)
+        else:
+            weights.add_moe(f"model.layers.{number}.mlp.", hidden=hidden, experts=num_experts)
+    weights.add_norm("model.norm", hidden)
+    weights.add("lm_head", 512, hidden, 2.0)
+    save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _add_mtp_layer(weights: "_RandomWeights", prefix: str, *, hidden: int, heads: int, rank: int, experts: int) -> None:
     weights.add_layer(prefix, hidden=hidden, heads=heads, rank=rank)
-    weights.add(f"{prefix}mlp.gate", experts, hidden)
-    weights.tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = 0.1 * torch.randn(
-        experts, generator=weights.generator
-    )
-    for expert in range(experts):
-        weights.add_mlp(f"{prefix}mlp.experts.{expert}.", hidden, hidden)
-    weights.add_mlp(f"{prefix}mlp.shared_experts.", hidden, hidden)
+    weights.add_moe(f"{prefix}mlp.", hidden=hidden, experts=experts)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         weights.add_norm(prefix + norm, hidden)
     weights.add(f"{prefix}eh_proj", hidden, 2 * hidden)
@@ -114,10 +197,20 @@ class _RandomWeights:
     def add_norm(self, name: str, width: int) -> None:
         self.tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(width, generator=self.generator)
 
+    def add_embedding(self, hidden: int) -> None:
+        self.tensors["model.embed_tokens.weight"] = self.draw(512, hidden) * hidden**0.5
+
     def add_mlp(self, prefix: str, hidden: int, intermediate: int) -> None:
         for name in ("gate_proj", "up_proj"):
             self.add(prefix + name, intermediate, hidden, 1.5)
         self.add(f"{prefix}down_proj", hidden, intermediate)
+
+    def add_moe(self, prefix: str, *, hidden: int, experts: int) -> None:
+        self.add(f"{prefix}gate", experts, hidden)
+        self.tensors[f"{prefix}gate.e_score_correction_bias"] = 0.1 * torch.randn(experts, generator=self.generator)
+        for expert in range(experts):
+            self.add_mlp(f"{prefix}experts.{expert}.", hidden, hidden)
+        self.add_mlp(f"{prefix}shared_experts.", hidden, hidden)
 
     def add_layer(self, prefix: str, *, hidden: int, heads: int, rank: int) -> None:
         attention = f"{prefix}self_attn."
@@ -130,3 +223,10 @@ class _RandomWeights:
         self.add_norm(f"{attention}kv_a_layernorm", 512)
         self.add(f"{attention}kv_b_proj", heads * (64 + 64), 512, 1.6)
         self.add(f"{attention}o_proj", hidden, heads * 64, 1.6)
+
+    def add_indexer(self, prefix: str, *, hidden: int, rank: int) -> None:
+        self.add(f"{prefix}wq_b", INDEX_HEADS * INDEX_HEAD_DIM, rank)
+        self.add(f"{prefix}wk", INDEX_HEAD_DIM, hidden)
+        self.add_norm(f"{prefix}k_norm", INDEX_HEAD_DIM)
+        self.tensors[f"{prefix}k_norm.bias"] = 0.1 * torch.randn(INDEX_HEAD_DIM, generator=self.generator)
+        self.add(f"{prefix}weights_proj", INDEX_HEADS, hidden)

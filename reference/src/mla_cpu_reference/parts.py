@@ -30,6 +30,42 @@ PARTS: tuple[Part, ...] = (
         because="CpuPlatform.check_and_update_config turns both off for MLA, though CPU_MLA can do both.",
         removable_when="The CPU platform leaves the settings as they are (not in 0.33.0).",
     ),
+    Part(
+        name="sparse",
+        provides="sparse MLA with the lightning indexer",
+        because="CpuPlatform.get_attn_backend_cls refuses it; SparseAttnIndexer.forward_cpu serves DeepSeek-V4 only.",
+        removable_when="The CPU platform has a sparse MLA backend and an indexer that writes its keys (not in 0.33.0).",
+    ),
+    Part(
+        name="pipeline_parallel",
+        provides="pipeline parallelism",
+        because="Only a dummy run allocates what a later stage receives, and CPUWorker skips it when running eagerly.",
+        removable_when="CPUModelRunner allocates `intermediate_tensors` without a dummy run (not in 0.33.0).",
+    ),
+    Part(
+        name="expert_parallel",
+        provides="expert parallelism for unquantised experts",
+        because="CPUUnquantizedExperts.apply ignores `expert_map`: its kernel reads beyond the rank's own experts.",
+        removable_when="CPUUnquantizedExperts.apply uses `expert_map` (not in 0.33.0).",
+    ),
+    Part(
+        name="piecewise",
+        provides="compilation in pieces, cut at the cache update and attention",
+        because="CpuPlatform.check_and_update_config replaces mode VLLM_COMPILE by DYNAMO_TRACE_ONCE.",
+        removable_when="The CPU platform keeps VLLM_COMPILE (not in 0.33.0).",
+    ),
+    Part(
+        name="fp8_cache",
+        provides="kv_cache_dtype fp8 (e4m3, one scale a layer) for MLA",
+        because="CPU_MLA stores fp8 as truncated integers, and its kernel and context gather cannot read fp8.",
+        removable_when="CPU_MLA writes and reads fp8 (0.33.0 refuses the setting instead).",
+    ),
+    Part(
+        name="runner_v2",
+        provides="model runner V2, by Triton's interpreter",
+        because="Its kernels are Triton's, and the CPU build comes without a Triton that runs on CPU.",
+        removable_when="Triton for CPU can be installed beside the CPU build from the package index (not with 0.33.0).",
+    ),
 )
 
 
