@@ -43,6 +43,7 @@ class Deployment:
     uses_microbatches: bool = False
     uses_elastic_ep: bool = False
     uses_sleep_mode: bool = False
+    uses_hisparse: bool = False
     kv_cache_layout: str | None = None
 
     @property
@@ -154,10 +155,15 @@ def _refuse_model(deployment: Deployment) -> Iterator[str]:
             "KVPP currently supports only non-hybrid MLA models. "
             f"({deployment.architecture} {kind}; set enable_kvpp to false)"
         )
-    elif deployment.is_sparse:
+    elif deployment.is_sparse and (deployment.graph_mode != "NONE" or deployment.compile_mode != "NONE"):
         yield (
-            "KVPP supports dense attention only in this release. "
-            f"({deployment.architecture} has an attention indexer; set enable_kvpp to false)"
+            "KVPP supports sparse attention in eager execution only: compiled code reaches the indexer's cache without "
+            f"waiting for it. ({deployment.architecture} has an attention indexer; {RUN_EAGERLY})"
+        )
+    if deployment.uses_hisparse:
+        yield (
+            "KVPP does not support HiSparse: it keeps part of the cache on the host. "
+            "(hisparse_config is set; remove it from --attention-config)"
         )
 
 

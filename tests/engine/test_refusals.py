@@ -88,7 +88,15 @@ CASES = (
     ),
     Case("not MLA", ("only non-hybrid MLA models.", "LlamaForCausalLM does not use MLA"), model="llama"),
     Case("hybrid", ("only non-hybrid MLA models.", "is hybrid"), model="hybrid"),
-    Case("sparse", ("dense attention only", "has an attention indexer"), model="sparse"),
+    Case(
+        "sparse and compiled",
+        ("sparse attention in eager execution only", "has an attention indexer; add --enforce-eager"),
+        ("--compilation-config", _json(mode=3, cudagraph_mode="PIECEWISE")),
+        model="sparse",
+        is_eager=False,
+        pretend_graphs=True,
+    ),
+    Case("good sparse", model="sparse"),
     Case(
         "ngram drafts",
         ("with mtp or dspark only", "method is ngram", "remove --speculative-config"),
@@ -180,7 +188,7 @@ def test_the_configuration_is_refused_with_the_reason_and_the_remedy(
         assert sentence in outcome["message"]
 
 
-@pytest.mark.parametrize("name", ["good", "good with switch as text", "good piecewise"])
+@pytest.mark.parametrize("name", ["good", "good with switch as text", "good piecewise", "good sparse"])
 def test_a_supported_configuration_gets_our_worker(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["error"] is None, outcomes[name]["message"]
     assert "KVPPWorker<vllm:v1:worker:cpu_worker:CPUWorker>" in outcomes[name]["worker_cls"]

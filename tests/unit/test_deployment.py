@@ -78,10 +78,11 @@ CASES = {
     "no-mla": (MODEL, "LlamaForCausalLM does not use MLA", {"is_mla": False, "architecture": "LlamaForCausalLM"}),
     "hybrid": (MODEL, "KimiLinearForCausalLM is hybrid", {"is_hybrid": True, "architecture": "KimiLinearForCausalLM"}),
     "sparse": (
-        "KVPP supports dense attention only",
-        "DeepseekV32ForCausalLM has an attention indexer",
-        {"is_sparse": True, "architecture": "DeepseekV32ForCausalLM"},
+        "KVPP supports sparse attention in eager execution only",
+        "DeepseekV32ForCausalLM has an attention indexer; add --enforce-eager",
+        {"is_sparse": True, "architecture": "DeepseekV32ForCausalLM", "compile_mode": "VLLM_COMPILE"},
     ),
+    "hisparse": ("KVPP does not support HiSparse", "hisparse_config is set; remove it", {"uses_hisparse": True}),
     "ngram": (METHOD, "method is ngram", {"speculation": Speculation("ngram")}),
     "eagle3": (METHOD, "method is eagle3", {"speculation": Speculation("eagle3")}),
     "varying-tokens": (
@@ -99,7 +100,7 @@ CASE_IDS = list(CASES)
 SETTINGS = re.compile(
     r"decode_context_parallel_size|prefill_context_parallel_size|enable_dbo|enable_elastic_ep|kv_role|kv_connector"
     r"|cudagraph_mode|VLLM_USE_BREAKABLE_CUDAGRAPH|splitting_ops|\bmode is\b|--enforce-eager|VLLM_USE_V2_MODEL_RUNNER"
-    r"|enable_sleep_mode|VLLM_KV_CACHE_LAYOUT|enable_kvpp"
+    r"|enable_sleep_mode|hisparse_config|VLLM_KV_CACHE_LAYOUT|enable_kvpp"
     r"|\bmethod is\b|num_speculative_tokens_per_batch_size|enable_adaptive_verification"
 )
 
@@ -175,6 +176,16 @@ def test_a_hybrid_model_with_mla_layers_is_refused_once():
     (reason,) = refusals_with(is_mla=True, is_hybrid=True, is_sparse=True)
 
     assert reason.startswith(MODEL)
+
+
+def test_a_sparse_model_runs_eagerly():
+    assert refusals_with(is_sparse=True) == ()
+
+
+def test_a_sparse_model_in_graphs_is_refused_even_if_nothing_is_compiled():
+    (reason,) = refusals_with(is_sparse=True, graph_mode="PIECEWISE")
+
+    assert reason.startswith("KVPP supports sparse attention in eager execution only")
 
 
 @pytest.mark.parametrize(("tp_size", "pcp_size", "group_size"), [(1, 1, 1), (8, 1, 8), (4, 2, 8)])

@@ -21,10 +21,14 @@ from vllm_kvpp.transport.base import BundleMemory, PendingTransfer, Transport
 
 @dataclass(frozen=True)
 class TargetLayer:
-    """One target layer of this stage: the names of its caches, and its bundle's memory on this rank."""
+    """One target layer of this stage: the names of its caches, and its bundle's memory on this rank.
+
+    `entry` is the cache that a forward touches first, before which the layer has to wait; None if any may be first.
+    """
 
     names: tuple[str, ...]
     memory: BundleMemory
+    entry: str | None = None
 
     @property
     def label(self) -> str:
@@ -90,7 +94,8 @@ class LayerTransfers:
         to do.
 
         Raises:
-            KVPPOrderError: the layer is neither the next in order nor the current one.
+            KVPPOrderError: the layer is neither the next in order nor the current one, or another of its caches should
+                have been reached first.
             KVPPTransferError: its transfer failed, or did not finish in time.
         """
         if not self._is_active:
@@ -100,9 +105,15 @@ class LayerTransfers:
             return
         if self._pending is None or index != self._next_index:
             raise KVPPOrderError(self._describe_disorder(name))
+        layer = self._layers[index]
+        if layer.entry not in (None, name):
+            raise KVPPOrderError(
+                f"{name} was reached before {layer.entry} of the same layer, which is read first and has not waited. "
+                "A fused operation passes KVPP's hook by."
+            )
         # Taken before the wait: one that fails is not waited for again at the end of the step.
         pending, self._pending = self._pending, None
-        self._wait(pending, self._layers[index])
+        self._wait(pending, layer)
         self._next_index += 1
         self._start_next()
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvpp.errors import KVPPSeamError
 from vllm_kvpp.runtime.history import Step
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
+from vllm_kvpp.vllm_seam.wait_points import attach_waits
 
 
 def describe_step(scheduler_output: SchedulerOutput) -> Step:
@@ -25,33 +25,17 @@ def attach(
 ) -> None:
     """Attach to this runner, its model and its layers; nothing but these instances changes.
 
-    Touches: `execute_model`, `get_model`, `prepare_kv_cache_update`. Because: see `symbols.py`. Checked by:
-    `check_seam`, here for each layer, and at the end of each step by `LayerTransfers`.
+    Touches: `execute_model`, `get_model`. Because: see `symbols.py`. Checked by: `check_seam`, and at the end of each
+    step by `LayerTransfers`.
 
     Raises:
-        KVPPSeamError: a target layer has no hook before its cache update.
+        KVPPSeamError: a target layer has a cache with no place to wait before it.
     """
-    names = [name for layer in target_layers for name in layer.names]
-    without_hook = [name for name in names if not hasattr(layers[name], "prepare_kv_cache_update")]
-    if without_hook:
-        raise KVPPSeamError(
-            f"KVPP has no place to wait in {', '.join(without_hook)}: no prepare_kv_cache_update there."
-        )
-    for name in names:
-        _wait_before_cache_update(layers[name], name, transfers)
-    model_runner.get_model().register_forward_pre_hook(lambda _model, _inputs: transfers.start_forward())
+    model = model_runner.get_model()
+    for layer in target_layers:
+        attach_waits(layer.names, layers, model, transfers.before_layer)
+    model.register_forward_pre_hook(lambda _model, _inputs: transfers.start_forward())
     _enclose_steps(model_runner, transfers)
-
-
-def _wait_before_cache_update(layer: Any, name: str, transfers: LayerTransfers) -> None:
-    original = layer.prepare_kv_cache_update
-
-    @wraps(original)
-    def prepare_kv_cache_update(attn_metadata: Any) -> None:
-        transfers.before_layer(name)
-        original(attn_metadata)
-
-    layer.prepare_kv_cache_update = prepare_kv_cache_update
 
 
 def _enclose_steps(model_runner: Any, transfers: LayerTransfers) -> None:

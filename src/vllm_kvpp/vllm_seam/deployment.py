@@ -38,6 +38,7 @@ def describe_deployment(vllm_config: VllmConfig) -> Deployment:
         uses_microbatches=parallel.use_ubatching,
         uses_elastic_ep=parallel.enable_elastic_ep,
         uses_sleep_mode=model.enable_sleep_mode,
+        uses_hisparse=vllm_config.attention_config.hisparse_config is not None,
         kv_cache_layout=envs.VLLM_KV_CACHE_LAYOUT,
     )
 

@@ -11,6 +11,7 @@ from vllm_kvpp.errors import KVPPConfigError, KVPPSeamError
 from vllm_kvpp.plan import LayerCache, PlacedBundle, PlacedCache, Placement
 from vllm_kvpp.runtime.layer_transfers import TargetLayer
 from vllm_kvpp.transport.base import BundleMemory
+from vllm_kvpp.vllm_seam.wait_points import in_order_of_access
 
 
 def describe_caches(specs: Mapping[str, KVCacheSpec]) -> tuple[LayerCache, ...]:
@@ -83,15 +84,17 @@ def _check_place(placed: PlacedCache, cache: torch.Tensor, backing: torch.Tensor
         )
 
 
-def view_layers(placement: Placement, backing: torch.Tensor) -> tuple[TargetLayer, ...]:
-    """The target layers in execution order, with the memory that their transfers use."""
-    return tuple(
-        TargetLayer(
-            names=tuple(placed.cache.name for placed in bundle.components),
-            memory=_view_bundle(bundle, placement.num_blocks, backing),
-        )
-        for bundle in placement.bundles
-    )
+def view_layers(placement: Placement, backing: torch.Tensor, layers: Mapping[str, Any]) -> tuple[TargetLayer, ...]:
+    """The target layers in execution order, with the memory that their transfers use.
+
+    `layers` maps cache names to the modules that hold them.
+    """
+    return tuple(_view_layer(bundle, placement.num_blocks, backing, layers) for bundle in placement.bundles)
+
+
+def _view_layer(bundle: PlacedBundle, num_blocks: int, backing: torch.Tensor, layers: Mapping[str, Any]) -> TargetLayer:
+    names = tuple(placed.cache.name for placed in bundle.components)
+    return TargetLayer(names, _view_bundle(bundle, num_blocks, backing), entry=in_order_of_access(names, layers)[0])
 
 
 def _view_bundle(bundle: PlacedBundle, num_blocks: int, backing: torch.Tensor) -> BundleMemory:

@@ -123,7 +123,7 @@ class KVPPSession:
         modules = self._vllm_config.compilation_config.static_forward_context
         backing = find_backing(placement, modules)
         self._allocated_bytes = backing.numel()
-        layers = view_layers(placement, backing)
+        layers = view_layers(placement, backing, modules)
         self._transfers = LayerTransfers(layers, self._group.transport, self._group.label)
         attach(self._transfers, layers, modules, model_runner)
         if self._group.rank == 0 and self._vllm_config.parallel_config.data_parallel_index == 0:

@@ -108,6 +108,7 @@ SEAM: tuple[SeamSymbol, ...] = (
         removable_when="Never: it is vLLM's configuration.",
         fields=(
             "additional_config",
+            "attention_config",
             "model_config",
             "parallel_config",
             "cache_config",
@@ -168,6 +169,12 @@ SEAM: tuple[SeamSymbol, ...] = (
         "graphs.",
         removable_when="The fused op is a splitting op.",
         fields=("fuse_rope_kvcache_cat_mla", "fuse_attn_quant"),
+    ),
+    SeamSymbol(
+        path="vllm.config.attention:AttentionConfig",
+        because="HiSparse keeps part of the cache on the host: refused.",
+        removable_when="KVPP supports HiSparse.",
+        fields=("hisparse_config",),
     ),
     SeamSymbol(
         path="vllm.config:SpeculativeConfig",
@@ -305,6 +312,28 @@ SEAM: tuple[SeamSymbol, ...] = (
         because="The custom op calls the hook before the cache update.",
         removable_when="vLLM has a per-layer hook before the cache update.",
         source_order=("prepare_kv_cache_update(", "update_kv_cache("),
+    ),
+    SeamSymbol(
+        path="vllm.model_executor.layers.attention.mla_attention:MLAAttention",
+        because="A subclass with a forward of its own updates the cache where it likes: KVPP waits before the layer.",
+        removable_when="vLLM has a per-layer hook before the cache update.",
+    ),
+    SeamSymbol(
+        path="vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer",
+        because="Reads and writes the indexer's cache before the layer's own: KVPP waits before it is called.",
+        removable_when="vLLM has a per-layer hook before the first cache access.",
+    ),
+    SeamSymbol(
+        path="vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.__init__",
+        because="Sets k_cache, whose prefix names the cache, and skip_k_cache_insert, true where another writes it.",
+        removable_when="vLLM has a per-layer hook before the first cache access.",
+        source_order=("self.k_cache = k_cache", "self.skip_k_cache_insert = skip_k_cache_insert"),
+    ),
+    SeamSymbol(
+        path="vllm.model_executor.models.deepseek_v2:Indexer.forward",
+        because="Calls the indexer as a module in both of its ways, so that the module's hooks run.",
+        removable_when="vLLM has a per-layer hook before the first cache access.",
+        source_order=("self.indexer_op(", "self.indexer_op("),
     ),
     SeamSymbol(
         path="vllm.v1.core.sched.output:SchedulerOutput",

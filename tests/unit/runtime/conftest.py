@@ -9,20 +9,21 @@ from vllm_kvpp.transport.recording import RecordingTransport
 class Stage:
     """The transfers of a stage with a recording transport; layer 1 has two caches, as with an indexer.
 
-    `failures` says which layers' transfers fail, and how.
+    `failures` says which layers' transfers fail, and how; `entry` is the cache by which layer 1 must be entered.
     """
 
-    def __init__(self, num_layers=3, *, failures=None):
+    def __init__(self, num_layers=3, *, failures=None, entry=None):
         self.failures = failures or {}
+        self._entry = entry
         self.transport = RecordingTransport()
         self.layers = tuple(self._make_layer(number) for number in range(num_layers))
         self.transfers = LayerTransfers(self.layers, self, "of ranks [2, 3]")
 
-    @staticmethod
-    def _make_layer(number):
+    def _make_layer(self, number):
         names = (f"layers.{number}.attn", *((f"layers.{number}.indexer",) if number == 1 else ()))
         whole = torch.zeros(8 * (number + 1), dtype=torch.uint8)
-        return TargetLayer(names, BundleMemory(number % 2, whole, (whole.view(2, -1),)))
+        memory = BundleMemory(number % 2, whole, (whole.view(2, -1),))
+        return TargetLayer(names, memory, entry=self._entry if number == 1 else None)
 
     def _number(self, memory):
         return next(number for number, layer in enumerate(self.layers) if layer.memory is memory)

@@ -73,11 +73,27 @@ def test_no_layer_goes_on_before_its_own_transfer_has_been_waited_for(make_stage
 
 
 @pytest.mark.parametrize("names", [("layers.1.indexer", "layers.1.attn"), ("layers.1.attn", "layers.1.indexer")])
-def test_whichever_cache_of_a_layer_comes_first_waits_for_both(make_stage, names):
+def test_without_an_entry_whichever_cache_of_a_layer_comes_first_waits_for_both(make_stage, names):
     stage = make_stage(2)
     stage.run_step(DECODE, "layers.0.attn", *names)
 
     assert stage.calls == ["start 0", "wait 0", "start 1", "wait 1"]
+
+
+def test_a_layer_entered_by_its_entry_waits_once_for_all_its_caches(make_stage):
+    stage = make_stage(2, entry="layers.1.indexer")
+    stage.run_step(DECODE, "layers.0.attn", "layers.1.indexer", "layers.1.attn")
+
+    assert stage.calls == ["start 0", "wait 0", "start 1", "wait 1"]
+
+
+def test_a_layer_whose_entry_was_passed_by_is_refused_naming_both_caches(make_stage):
+    stage = make_stage(entry="layers.1.indexer")
+
+    with pytest.raises(
+        KVPPOrderError, match=r"^layers\.1\.attn was reached before layers\.1\.indexer of the same layer"
+    ):
+        stage.run_step(DECODE, "layers.0.attn", "layers.1.attn")
 
 
 def test_a_stage_without_layers_moves_nothing(make_stage):

@@ -201,7 +201,7 @@ def test_the_hooks_keep_their_names():
 
 
 def test_layers_without_a_hook_are_refused_by_name():
-    with pytest.raises(KVPPSeamError, match=r"no place to wait in layers\.1\.attn: no prepare_kv_cache_update"):
+    with pytest.raises(KVPPSeamError, match=r"no place to wait before layers\.1\.attn: SimpleNamespace has no prepare"):
         attach_to(without_hook=["layers.1.attn"])
 
 

@@ -35,6 +35,7 @@ def make_config(*, parallel=None, model=None, text_config=None, **changes):
     } | (model or {})
     parts = {
         "compilation_config": CompilationConfig(mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.NONE),
+        "attention_config": SimpleNamespace(hisparse_config=None),
         "kv_transfer_config": None,
         "speculative_config": None,
         "use_v2_model_runner": False,
@@ -72,6 +73,7 @@ def test_an_eager_mla_model_is_described_with_its_sizes():
         ({"text_config": {"compress_ratios": [1, 4, 128]}}, "is_hybrid", True),
         ({"text_config": {"compress_ratios": None}}, "is_hybrid", False),
         ({"text_config": {"index_topk": 2048}}, "is_sparse", True),
+        ({"attention_config": SimpleNamespace(hisparse_config=object())}, "uses_hisparse", True),
         ({"text_config": {"index_topk": None}}, "is_sparse", False),
         ({"use_v2_model_runner": True}, "uses_model_runner_v2", True),
         ({"speculative_config": speculative_config()}, "speculation", Speculation("mtp")),

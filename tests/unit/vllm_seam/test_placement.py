@@ -43,6 +43,11 @@ DENSE = {f"model.layers.{number}.attn": MLA for number in range(6)}
 SPARSE = {f"model.layers.{number}.attn": MLA_FP8 for number in range(5)} | {
     f"model.layers.{number}.indexer": INDEXER for number in (0, 3)
 }
+# Only the attention updates its cache by the hook; the indexer touches its own before.
+MODULES = {
+    name: SimpleNamespace(**({} if name.endswith("indexer") else {"prepare_kv_cache_update": None}))
+    for name in DENSE | SPARSE
+}
 STAGES = pytest.mark.parametrize("specs", [DENSE, SPARSE], ids=["dense", "sparse"])
 RANKS = pytest.mark.parametrize("group_rank", [0, 1])
 
@@ -137,7 +142,7 @@ def test_vllm_puts_every_cache_where_the_plan_says_in_one_buffer(specs, group_ra
 def test_writing_a_block_through_vllms_view_shows_at_the_same_block_of_ours(specs, group_rank):
     placement = place_on(specs, group_rank)
     modules = allocate(rewrite_tensors(stock_config(specs), placement))
-    for layer in view_layers(placement, find_backing(placement, modules)):
+    for layer in view_layers(placement, find_backing(placement, modules), modules):
         for name, view in zip(layer.names, layer.memory.components, strict=True):
             modules[name].kv_cache[3] = 1
             assert torch.equal(view[3], bytes_of(modules[name].kv_cache[3]))
@@ -149,7 +154,7 @@ def test_writing_a_block_through_vllms_view_shows_at_the_same_block_of_ours(spec
 def test_a_bundle_received_as_a_whole_shows_in_every_view_of_vllm(specs):
     placement = place_on(specs, 0)
     modules = allocate(rewrite_tensors(stock_config(specs), placement))
-    for layer in view_layers(placement, find_backing(placement, modules)):
+    for layer in view_layers(placement, find_backing(placement, modules), modules):
         layer.memory.whole.copy_(torch.arange(layer.memory.whole.numel()) % 251)
         shown = torch.cat([bytes_of(modules[name].kv_cache) for name in layer.names])
         assert torch.equal(shown, layer.memory.whole)
@@ -158,20 +163,20 @@ def test_a_bundle_received_as_a_whole_shows_in_every_view_of_vllm(specs):
 @RANKS
 def test_layers_come_in_execution_order_with_their_owners_and_all_their_caches(group_rank):
     placement = place_on(SPARSE, group_rank)
-    layers = view_layers(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8))
+    layers = view_layers(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8), MODULES)
 
-    assert [(layer.names, layer.memory.owner_rank) for layer in layers] == [
-        (("model.layers.0.attn", "model.layers.0.indexer"), 0),
-        (("model.layers.1.attn",), 0),
-        (("model.layers.2.attn",), 0),
-        (("model.layers.3.attn", "model.layers.3.indexer"), 1),
-        (("model.layers.4.attn",), 1),
+    assert [(layer.names, layer.entry, layer.memory.owner_rank) for layer in layers] == [
+        (("model.layers.0.attn", "model.layers.0.indexer"), "model.layers.0.indexer", 0),
+        (("model.layers.1.attn",), "model.layers.1.attn", 0),
+        (("model.layers.2.attn",), "model.layers.2.attn", 0),
+        (("model.layers.3.attn", "model.layers.3.indexer"), "model.layers.3.indexer", 1),
+        (("model.layers.4.attn",), "model.layers.4.attn", 1),
     ]
 
 
 def test_layers_of_other_ranks_share_two_buffers_and_owned_ones_share_none():
     placement = place_on(DENSE, 0)
-    layers = view_layers(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8))
+    layers = view_layers(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8), MODULES)
     starts = [layer.memory.whole.data_ptr() for layer in layers]
 
     # Rank 0 owns layers 0 to 2 and receives layers 3 to 5 in buffers 1, 0, 1.
