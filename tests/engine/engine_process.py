@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 from mla_cpu_reference.parts import ENVIRONMENT_VARIABLE
+from mla_cpu_reference.triton_backend import write_backend
 
 from vllm_kvpp.demo.vllm_metadata import write_vllm_metadata
 
@@ -74,6 +75,9 @@ def engine_environment(num_workers: int, folder: Path, reference: Sequence[str] 
     }
     # It would silently override kv_cache_memory_bytes.
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if "runner_v2" in reference:
+        write_backend(folder)
+        environment |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
     return environment
 
 
