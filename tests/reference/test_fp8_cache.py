@@ -1,10 +1,14 @@
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engine_process import EngineRun, run_engine
+from fp8_probe import round_to_fp8
 from mla_cpu_reference import fp8_cache
+from recall_runs import RECALL_ENGINE, rpc
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
@@ -22,6 +26,8 @@ NUM_BLOCKS = 7
 BLOCK_TABLE = torch.tensor([[5, 2, 0], [3, 6, 1]], dtype=torch.int32)
 LENGTHS = [20, 31]
 SCALES = [1.0, 0.25, 0.013]
+_generator = random.Random(3)
+PROMPTS = [[_generator.randrange(4, 132) for _ in range(length)] for length in (20, 33, 90)]
 
 
 @pytest.fixture(autouse=True)
@@ -76,14 +82,7 @@ class _Written:
     keys: list[torch.Tensor]
 
     def rounded(self, request: int) -> torch.Tensor:
-        return _round_to_fp8(self.keys[request] / self.scale) * self.scale
-
-
-def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
-    """To the nearest number with 3 bits after the leading one, at most 448, by arithmetic; ties to even."""
-    exponents = values.abs().clamp(min=2**-9).log2().floor().clamp(min=-6)
-    steps = 2.0 ** (exponents - 3)
-    return ((values / steps).round() * steps).clamp(-448, 448)
+        return round_to_fp8(self.keys[request] / self.scale) * self.scale
 
 
 def _write(scale: float, gain: float = 1.0, kv_cache_dtype: str = "fp8") -> _Written:
@@ -238,3 +237,40 @@ def test_a_scale_for_each_head_is_refused_with_their_number() -> None:
 def test_other_quantised_forms_are_refused_by_name(kv_cache_dtype: str) -> None:
     with pytest.raises(ValueError, match=f"kv_cache_dtype is {kv_cache_dtype}; .* auto, fp8 or fp8_e4m3"):
         _make_impl(kv_cache_dtype)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineRun]:
+    """The same prompts with an fp8 cache, and with a plain one that keeps rounded values; with two scales each."""
+    workload = {"kind": "generate", "prompts": PROMPTS, "lengths": [8, 10, 12]}
+
+    def run(kv_cache_dtype: str, method: str) -> EngineRun:
+        engine = {
+            **RECALL_ENGINE,
+            "tensor_parallel_size": 2,
+            "kv_cache_dtype": kv_cache_dtype,
+            "worker_extension_cls": "fp8_probe.Fp8Probe",
+            # Less than the longest prompt, so that it comes in chunks.
+            "max_num_batched_tokens": 64,
+            # A block of the first scale must not be found again with the second.
+            "enable_prefix_caching": False,
+        }
+        actions = [rpc(method, 1.0), workload, rpc(method, 0.05), workload]
+        folder = tmp_path_factory.mktemp(kv_cache_dtype)
+        return run_engine(engine, actions, folder, reference=["fp8_cache", "chunked_prefill"])
+
+    return {"fp8": run("fp8", "set_key_scale"), "plain": run("auto", "round_writes")}
+
+
+class TestTwoRanksWithAnFp8Cache:
+    pytestmark = needs_engine
+
+    @pytest.mark.parametrize("action", [1, 3])
+    def test_they_answer_as_with_a_plain_cache_of_rounded_values(self, runs: dict[str, EngineRun], action: int) -> None:
+        assert runs["fp8"].answers(action) == runs["plain"].answers(action)
+
+    def test_the_scale_matters(self, runs: dict[str, EngineRun]) -> None:
+        assert runs["fp8"].answers(1) != runs["fp8"].answers(3)
+
+    def test_a_quarter_of_the_bytes_holds_four_times_the_tokens(self, runs: dict[str, EngineRun]) -> None:
+        assert runs["fp8"].num_tokens // runs["plain"].num_tokens == 4
