@@ -36,8 +36,14 @@ def _applied(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(environment)
 
 
-def _configure(**compilation: Any) -> CompilationConfig:
-    arguments = EngineArgs(model=str(CHECKPOINT_DIR), dtype="float32", max_model_len=64, compilation_config=compilation)
+def _configure(*, enable_lora: bool = False, **compilation: Any) -> CompilationConfig:
+    arguments = EngineArgs(
+        model=str(CHECKPOINT_DIR),
+        dtype="float32",
+        max_model_len=64,
+        enable_lora=enable_lora,
+        compilation_config=compilation,
+    )
     return arguments.create_engine_config().compilation_config
 
 
@@ -57,7 +63,8 @@ def test_no_fusion_for_devices_is_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("_applied")
-def test_sizes_to_compile_for_stay_as_the_user_gave_them() -> None:
+def test_no_size_is_compiled_for_alone_unless_the_user_names_it() -> None:
+    assert _configure(mode=3).compile_sizes == []
     assert _configure(mode=3, compile_sizes=[4]).compile_sizes == [4]
 
 
@@ -65,6 +72,11 @@ def test_sizes_to_compile_for_stay_as_the_user_gave_them() -> None:
 @pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE])
 def test_other_modes_stay_as_they_were(mode: CompilationMode) -> None:
     assert _configure(mode=int(mode)).mode == mode
+
+
+@pytest.mark.usefixtures("_applied")
+def test_adapters_are_still_run_without_compilation() -> None:
+    assert _configure(mode=3, enable_lora=True).mode == CompilationMode.NONE
 
 
 @pytest.fixture(scope="module", params=["eager", "inductor"])
