@@ -21,7 +21,9 @@ class Fp8Probe(ProbeExtension):
         """Let every layer store its keys in multiples of `scale`, as a checkpoint with scales would."""
         layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
         for layer in layers.values():
-            layer._k_scale.fill_(scale)
+            # Experts stand there too.
+            if hasattr(layer, "kv_cache"):
+                layer._k_scale.fill_(scale)
 
     def round_writes(self, scale: float) -> None:
         """Store in a plain cache what an fp8 cache with `scale` would give back."""
