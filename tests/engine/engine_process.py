@@ -21,6 +21,14 @@ from vllm_kvpp.demo.vllm_metadata import write_vllm_metadata
 HERE = Path(__file__).parent
 # The CPU rotary op is wrong for more than one token per call in vLLM 0.32; the native one is not.
 NATIVE_ROPE = {"custom_ops": ["all", "-rotary_embedding"]}
+COMMON_ENGINE = {
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    # Named, so that a CPU with AMX runs the same backend and block size.
+    "attention_backend": "CPU_MLA",
+    "compilation_config": NATIVE_ROPE,
+    "worker_extension_cls": "worker_extension.ProbeExtension",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class Answer:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[str, str], ...]
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class EngineRun:
 
     num_gpu_blocks: int
     block_size: int
+    max_model_len: int
     worker_cls: str
     actions: list[Any]
     log: str
@@ -45,8 +55,14 @@ class EngineRun:
     def num_tokens(self) -> int:
         return self.num_gpu_blocks * self.block_size
 
-    def answers(self, action_index: int) -> tuple[Answer, ...]:
-        return tuple(Answer(tuple(item["token_ids"]), tuple(item["logprobs"])) for item in self.actions[action_index])
+    def answers(self, action_index: int) -> tuple[Answer | None, ...]:
+        """The answers of a `generate` or `serve` action; None where a request was aborted before its first."""
+        action = self.actions[action_index]
+        items = action["answers"] if isinstance(action, dict) else action
+        return tuple(
+            item and Answer(tuple(item["token_ids"]), tuple(item["logprobs"]), item["num_cached_tokens"])
+            for item in items
+        )
 
 
 @dataclass
@@ -157,15 +173,7 @@ def run_engine(
         AssertionError: it failed; with the end of its log.
         TimeoutError: it did not end within the limit.
     """
-    engine = {
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        # Named, so that a CPU with AMX runs the same backend and block size.
-        "attention_backend": "CPU_MLA",
-        "compilation_config": NATIVE_ROPE,
-        "worker_extension_cls": "worker_extension.ProbeExtension",
-        **engine,
-    }
+    engine = {**COMMON_ENGINE, **engine}
     num_workers = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
     task_path, result_path = folder / "task.json", folder / "result.json"
     task_path.write_text(json.dumps({"engine": engine, "actions": actions}))

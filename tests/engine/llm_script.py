@@ -5,43 +5,41 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from serving import SteppedServing, describe_answer, make_sampling_params
+from vllm import LLM
 
 
 def _generate(llm: LLM, action: dict[str, Any]) -> list[dict[str, Any]]:
-    prompts = action["prompts"]
-    params = [
-        SamplingParams(temperature=0, logprobs=4, ignore_eos=True, max_tokens=length, detokenize=False)
-        for length in action["lengths"]
-    ]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [
-        {
-            "token_ids": list(output.outputs[0].token_ids),
-            # float.hex keeps every bit.
-            "logprobs": [
-                {str(token): entry.logprob.hex() for token, entry in position.items()}
-                for position in output.outputs[0].logprobs
-            ],
-        }
-        for output in outputs
-    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in action["prompts"]]
+    params = [make_sampling_params(length) for length in action["lengths"]]
+    return [describe_answer(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def _read_metrics(llm: LLM) -> dict[str, Any]:
+    return {metric.name: getattr(metric, "value", getattr(metric, "values", None)) for metric in llm.get_metrics()}
 
 
 def _run(llm: LLM, action: dict[str, Any]) -> Any:
     if action["kind"] == "generate":
         return _generate(llm, action)
+    if action["kind"] == "serve":
+        return SteppedServing(llm, action).run()
+    if action["kind"] == "metrics":
+        return _read_metrics(llm)
+    if action["kind"] == "forget prefixes":
+        return llm.reset_prefix_cache()
     return llm.collective_rpc(action["method"], args=tuple(action.get("args", ())))
 
 
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     llm = LLM(**task["engine"])
-    cache = llm.llm_engine.vllm_config.cache_config
+    config = llm.llm_engine.vllm_config
     result = {
-        "num_gpu_blocks": cache.num_gpu_blocks,
-        "block_size": cache.block_size,
-        "worker_cls": llm.llm_engine.vllm_config.parallel_config.worker_cls,
+        "num_gpu_blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+        "max_model_len": config.model_config.max_model_len,
+        "worker_cls": config.parallel_config.worker_cls,
         "actions": [_run(llm, action) for action in task["actions"]],
     }
     Path(sys.argv[2]).write_text(json.dumps(result))

@@ -31,6 +31,38 @@ class _MovesNothing:
         return _NothingMoved()
 
 
+class _RestoredAfterTransfer:
+    """A transfer after which some components are again as they were before it."""
+
+    def __init__(self, pending: Any, components: list[torch.Tensor]) -> None:
+        self.num_bytes = pending.num_bytes
+        self._pending = pending
+        self._saved = [(component, component.clone()) for component in components]
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for component, saved in self._saved:
+            component.copy_(saved)
+
+
+class _LosesComponents:
+    """A transport that delivers each bundle but for the components whose cache names hold `lost`."""
+
+    def __init__(self, real: Any, lost: str, transfers: Any, group_rank: int) -> None:
+        self.real = real
+        self._group_rank = group_rank
+        self._layers = [
+            [view for name, view in zip(layer.names, layer.memory.components, strict=True) if lost in name]
+            for layer in transfers._layers
+        ]
+        self._num_started = 0
+
+    def start(self, memory: Any) -> Any:
+        index, self._num_started = self._num_started, self._num_started + 1
+        lost = [] if memory.owner_rank == self._group_rank else self._layers[index % len(self._layers)]
+        return _RestoredAfterTransfer(self.real.start(memory), lost)
+
+
 class ProbeExtension:
     """Appended to the worker's bases by vLLM."""
 
@@ -40,10 +72,48 @@ class ProbeExtension:
         real = getattr(transfers.transport, "real", transfers.transport)
         transfers.transport = _MovesNothing(real, set(moved_layers), transfers.num_layers)
 
+    def lose_components(self, lost: str) -> None:
+        """Deliver every bundle but for the components whose cache names hold `lost`."""
+        transfers = self._kvpp.transfers  # type: ignore[attr-defined]
+        real = getattr(transfers.transport, "real", transfers.transport)
+        transfers.transport = _LosesComponents(real, lost, transfers, self._kvpp._group.rank)  # type: ignore[attr-defined]
+
+    def forget_drafts(self) -> None:
+        """Empty this rank's draft caches before every step, unless it is the first of its group."""
+        transfers, runner = self._kvpp.transfers, self.model_runner  # type: ignore[attr-defined]
+        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        targets = {name for layer in transfers._layers for name in layer.names}
+        drafts = [
+            layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache") and name not in targets
+        ]
+        execute_model = runner.execute_model
+
+        def forgetful(*args: Any, **kwargs: Any) -> Any:
+            if self._kvpp._group.rank != 0:  # type: ignore[attr-defined]
+                for cache in drafts:
+                    cache.zero_()
+            return execute_model(*args, **kwargs)
+
+        runner.execute_model = forgetful
+
     def restore_transfers(self) -> None:
         """Move every layer again."""
         transfers = self._kvpp.transfers  # type: ignore[attr-defined]
-        transfers.transport = transfers.transport.real
+        transfers.transport = getattr(transfers.transport, "real", transfers.transport)
+
+    def warm_up_runner_v2(self) -> list[int]:
+        """Run a dummy step and then the made-up requests of vLLM's kernel warm-up; what they count as steps."""
+        from vllm.v1.worker.gpu.warmup import warmup_kernels  # noqa: PLC0415 (the module needs Triton)
+
+        worker: Any = self
+        kvpp = getattr(worker, "_kvpp", None)
+        counters = kvpp.transfers.counters if kvpp else None
+        counts = [counters.steps if counters else 0]
+        worker.model_runner._dummy_run(8)
+        counts.append(counters.steps if counters else 0)
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        counts.append(counters.steps if counters else 0)
+        return counts
 
     def digest_caches(self) -> dict[str, str]:
         """A fingerprint of each layer's cache, wherever it lies on this rank."""

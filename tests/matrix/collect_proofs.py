@@ -1,0 +1,46 @@
+"""Collect which tests carry the name of which row; as a script, print docs/support-matrix.md's table."""
+
+import contextlib
+import io
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from support_matrix import describe_table
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tests/engine", "tests/contracts", "tests/distributed", "tests/unit/vllm_seam")
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.proofs: defaultdict[str, set[str]] = defaultdict(set)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            for mark in item.iter_markers("proves"):
+                for name in mark.args:
+                    self.proofs[name].add(item.nodeid.partition("[")[0])
+
+
+def collect_proofs() -> dict[str, list[str]]:
+    """Row names to the tests that carry them, by file and function.
+
+    Raises:
+        RuntimeError: the tests cannot be collected.
+    """
+    collector = _Collector()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = pytest.main(
+            ["--collect-only", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+            + [str(ROOT / folder) for folder in FOLDERS],
+            plugins=[collector],
+        )
+    if status != pytest.ExitCode.OK:
+        raise RuntimeError(f"the tests cannot be collected:\n{said.getvalue()[-3000:]}")
+    return {name: sorted(tests) for name, tests in collector.proofs.items()}
+
+
+if __name__ == "__main__":
+    print(describe_table(collect_proofs()))

@@ -1,0 +1,63 @@
+"""The rows of docs/support-matrix.md. A row is proven by the tests that carry its name, and by nothing else.
+
+A test says `@pytest.mark.proves("chunked prefill")`. A row that names how it is run (`ENGINE`) must be carried by an
+engine test; one that is not run here says why, and must be carried by a contract test.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ENGINE = "engine"
+NOT_RUN = "not run here"
+REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row: what it is, how it is proven, and what there is to say about it."""
+
+    name: str
+    proof: str
+    says: str
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("TP 2", ENGINE, "8 layers; every other row builds on it"),
+    Feature("TP 4", ENGINE, "with sums that are equal on all ranks, see decision 0007"),
+    Feature("TP 8", ENGINE, "61 layers, capacity only"),
+    Feature("pipeline parallelism", ENGINE, "PP 2 × TP 2, stages of 7 and 6 layers"),
+    Feature("expert parallelism", ENGINE, "TP 2, 8 experts"),
+    Feature("data parallelism", ENGINE, "DP 2 × TP 2 with experts, one replica idle"),
+    Feature("chunked prefill", ENGINE, "chunks of 16, 40 and 99 tokens"),
+    Feature("prefix caching", ENGINE, "hits, a partial last block, eviction and reuse of blocks"),
+    Feature("mixed batches", ENGINE, "prefills that join decodes"),
+    Feature("preemption and resumption", ENGINE, "a pool of 40 blocks"),
+    Feature("aborts", ENGINE, "in a prefill, in a decode"),
+    Feature("many requests at once", ENGINE, "1, 2, 3, 8 and 32"),
+    Feature("MTP", ENGINE, "2 tokens a step; as many accepted as without KVPP"),
+    Feature("sparse attention (SFA)", ENGINE, "as DeepSeek-V3.2: every layer owns an indexer; eager"),
+    Feature("sparse attention, shared indexers", ENGINE, "as GLM-5.2: some layers reuse the last choice; eager"),
+    Feature("fp8 cache", ENGINE, "e4m3, one scale a layer"),
+    Feature("bfloat16", ENGINE, "model and cache"),
+    Feature("PIECEWISE, pieces as traced", ENGINE, "compiled in pieces, no graphs recorded on CPU"),
+    Feature("PIECEWISE, pieces by inductor", ENGINE, "compiled in pieces, no graphs recorded on CPU"),
+    Feature("model runner V1", ENGINE, "every other row but V2's"),
+    Feature("model runner V2", ENGINE, "by Triton's interpreter"),
+    Feature("num_gpu_blocks_override", ENGINE, "below what fits; above is refused"),
+    Feature("max_model_len -1", ENGINE, "vLLM fits the length to KVPP's blocks"),
+    Feature("unequal free memory", ENGINE, "one rank has half; all take the smaller count"),
+    Feature("the `LLM` class", ENGINE, "every row but the next"),
+    Feature("`vllm serve`", ENGINE, "the demo, over the OpenAI API"),
+)
+
+
+def describe_table(proofs: Mapping[str, Sequence[str]], features: Sequence[Feature] = FEATURES) -> str:
+    """The table of docs/support-matrix.md, as Markdown; `proofs` maps rows to the tests that carry their names."""
+    rows = [
+        f"| {feature.name} | {feature.proof} | {feature.says} | {_list(proofs[feature.name])} |" for feature in features
+    ]
+    return "\n".join(("| Feature | Proof | | Tests |", "|---|---|---|---|", *rows))
+
+
+def _list(tests: Sequence[str]) -> str:
+    return "<br>".join(f"`{test}`" for test in sorted(set(tests)))
