@@ -46,20 +46,20 @@ class RandomSequence:
 
 @dataclass
 class PagedRun:
-    """The two caches of a layer, in scattered blocks."""
+    """The two caches of a layer, in scattered blocks, and the buffer that holds the last choice."""
 
     sequences: Sequence[RandomSequence]
+    buffer: torch.Tensor = field(default_factory=lambda: torch.full((256, TOPK), -7, dtype=torch.int32))
 
     def __post_init__(self) -> None:
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0))
         self.block_tables = order[: len(self.sequences) * MAX_BLOCKS].view(-1, MAX_BLOCKS).int()
         self.index_cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, INDEX_DIM + 4, dtype=torch.uint8)
         self.cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, RANK + ROPE), float("nan"))
-        buffer = torch.full((256, TOPK), -7, dtype=torch.int32)
-        self.indexer = make_indexer(self.index_cache, buffer)
+        self.indexer = make_indexer(self.index_cache, self.buffer)
         self.attention = SparseMLAImpl(
             *(HEADS, RANK + ROPE, SCALE, 1, None, None, "auto", None, AttentionType.DECODER, None),
-            topk_indices_buffer=buffer,
+            topk_indices_buffer=self.buffer,
             q_lora_rank=None,
             kv_lora_rank=RANK,
             qk_nope_head_dim=1,
@@ -84,7 +84,7 @@ class PagedRun:
             latents[:, :RANK], latents[:, None, RANK:], self.cache, metadata.slot_mapping, "auto", torch.ones(1)
         )
         output, _ = self.attention.forward_mqa(batch("query"), self.cache, metadata, SimpleNamespace())
-        return self.attention.topk_indices_buffer[: len(latents)].clone(), output
+        return self.buffer[: len(latents)].clone(), output
 
     def metadata(self, parts: Sequence[Part], *, padding: int = 0) -> SparseMetadata:
         lengths = torch.tensor([end - start for _, start, end in parts])

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from mla_cpu_reference.sparse_indexer import indexer_forward, quantise
+from mla_cpu_reference.sparse_indexer import indexer_forward, quantise, write_keys
 from sparse_batches import (
     NAME,
     TOPK,
@@ -90,23 +90,33 @@ def test_padding_writes_nothing_and_gets_zeros() -> None:
     assert torch.equal(padded.index_cache, plain.index_cache)
 
 
+def test_a_token_without_a_slot_is_not_written() -> None:
+    cache = torch.zeros(2, 16, 132, dtype=torch.uint8)
+    write_keys(cache, torch.ones(2, 128), torch.tensor([-1, 18]), 128)
+    assert cache.any(dim=-1).nonzero().tolist() == [[1, 2]]
+
+
 def test_a_token_without_a_choice_gets_zeros_and_no_nan() -> None:
     run = PagedRun([RandomSequence(20, 0)])
     run.step([(0, 0, 20)])
-    run.attention.topk_indices_buffer.fill_(-1)
+    run.buffer.fill_(-1)
     output, _ = run.attention.forward_mqa(run.sequences[0].query, run.cache, run.metadata([(0, 0, 20)]), None)
     assert torch.equal(output, torch.zeros_like(output))
 
 
 def test_a_layer_without_an_indexer_attends_to_the_last_choice() -> None:
-    run = PagedRun([RandomSequence(40, 0)])
-    choices, output = run.step([(0, 0, 40)])
-    shared = PagedRun([RandomSequence(40, 0)])
-    shared.attention.topk_indices_buffer[:40] = choices
-    shared.cache.copy_(run.cache)
-    # Blocks are the same in both runs.
-    again, _ = shared.attention.forward_mqa(run.sequences[0].query, shared.cache, run.metadata([(0, 0, 40)]), None)
-    assert torch.equal(again, output)
+    sequence = RandomSequence(40, 0)
+    owner = PagedRun([sequence])
+    choices, _ = owner.step([(0, 0, 40)])
+    sharer = PagedRun([RandomSequence(40, 1)], owner.buffer)
+    sharer.cache.copy_(owner.cache)
+    query = sharer.sequences[0].query
+    output, _ = sharer.attention.forward_mqa(query, sharer.cache, sharer.metadata([(0, 0, 40)]), SimpleNamespace())
+    sequence.query = query
+    for position in (3, 39):
+        chosen = [token for token in choices[position].tolist() if token >= 0]
+        expected = plain_attention(sequence, position, chosen)
+        torch.testing.assert_close(output[position].double(), expected, atol=1e-5, rtol=0)
 
 
 def test_hooks_of_the_indexer_module_run_before_its_cache_is_touched() -> None:
