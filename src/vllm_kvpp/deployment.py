@@ -39,7 +39,6 @@ class Deployment:
     uses_breakable_graph: bool = False
     uses_direct_attention_call: bool = False
     speculation: Speculation | None = None
-    uses_model_runner_v2: bool = False
     uses_microbatches: bool = False
     uses_elastic_ep: bool = False
     uses_sleep_mode: bool = False
@@ -133,11 +132,6 @@ def _refuse_execution(deployment: Deployment) -> Iterator[str]:
         yield (
             "KVPP needs attention behind a custom op when the model is compiled. "
             f"(this platform has none; {RUN_EAGERLY})"
-        )
-    if deployment.uses_model_runner_v2:
-        yield (
-            "KVPP supports model runner V1 only in this release. "
-            "(vLLM chose V2; set the environment variable VLLM_USE_V2_MODEL_RUNNER to 0)"
         )
     if deployment.kv_cache_layout in REFUSED_LAYOUTS:
         yield (

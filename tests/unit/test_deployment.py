@@ -64,11 +64,6 @@ CASES = {
         "this platform has none; add --enforce-eager",
         {"compile_mode": "VLLM_COMPILE", "uses_direct_attention_call": True},
     ),
-    "runner-v2": (
-        "KVPP supports model runner V1 only",
-        "VLLM_USE_V2_MODEL_RUNNER",
-        {"uses_model_runner_v2": True},
-    ),
     "layout": (
         "KVPP needs a KV cache layout with whole layers.",
         "VLLM_KV_CACHE_LAYOUT is BLHNC; set it to LBNHC",
@@ -99,7 +94,7 @@ CASES = {
 CASE_IDS = list(CASES)
 SETTINGS = re.compile(
     r"decode_context_parallel_size|prefill_context_parallel_size|enable_dbo|enable_elastic_ep|kv_role|kv_connector"
-    r"|cudagraph_mode|VLLM_USE_BREAKABLE_CUDAGRAPH|splitting_ops|\bmode is\b|--enforce-eager|VLLM_USE_V2_MODEL_RUNNER"
+    r"|cudagraph_mode|VLLM_USE_BREAKABLE_CUDAGRAPH|splitting_ops|\bmode is\b|--enforce-eager"
     r"|enable_sleep_mode|hisparse_config|VLLM_KV_CACHE_LAYOUT|enable_kvpp"
     r"|\bmethod is\b|num_speculative_tokens_per_batch_size|enable_adaptive_verification"
 )

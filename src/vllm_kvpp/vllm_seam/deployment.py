@@ -34,7 +34,6 @@ def describe_deployment(vllm_config: VllmConfig) -> Deployment:
         uses_breakable_graph=bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH),
         uses_direct_attention_call=not current_platform.opaque_attention_op(),
         speculation=_describe_speculation(vllm_config.speculative_config),
-        uses_model_runner_v2=vllm_config.use_v2_model_runner,
         uses_microbatches=parallel.use_ubatching,
         uses_elastic_ep=parallel.enable_elastic_ep,
         uses_sleep_mode=model.enable_sleep_mode,

@@ -49,14 +49,15 @@ def _enable(vllm_config: VllmConfig) -> None:
     # Imported here: with KVPP off, a process loads nothing beyond this module (R-CFG-5).
     from vllm_kvpp.vllm_seam.deployment import describe_deployment
     from vllm_kvpp.vllm_seam.log import logger
-    from vllm_kvpp.vllm_seam.symbols import PROVEN_VERSIONS, check_seam, installed_version
+    from vllm_kvpp.vllm_seam.symbols import PROVEN_VERSIONS, check_seam, installed_version, seam_of
     from vllm_kvpp.vllm_seam.worker_class import is_kvpp_worker, name_kvpp_worker
 
     parallel = vllm_config.parallel_config
     if is_kvpp_worker(parallel.worker_cls):
         # A copy of a configuration that has been through here, such as a drafter's.
         return
-    check_seam()
+    # A vLLM without the property fails the check, which names it.
+    check_seam(seam_of(uses_model_runner_v2=getattr(vllm_config, "use_v2_model_runner", False)))
     deployment = describe_deployment(vllm_config)
     if deployment.group_size == 1:
         logger.warning_once(

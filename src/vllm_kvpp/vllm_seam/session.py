@@ -147,14 +147,16 @@ class KVPPSession:
 
 
 def find_draft_names(vllm_config: VllmConfig, model_runner: Any) -> frozenset[str]:
-    """The draft layers that the drafter really loaded (R-OWN-3).
+    """The draft layers that the drafter (runner V1) or speculator (runner V2) really loaded (R-OWN-3).
 
-    Touches: `drafter._draft_attn_layer_names`. Because: no public name. Checked by: `check_seam`.
+    Touches: `drafter._draft_attn_layer_names`, `speculator.draft_attn_layer_names`. Because: nothing else says it.
+    Checked by: `check_seam`.
     """
     if vllm_config.speculative_config is None:
         return frozenset()
-    drafter = getattr(model_runner, "drafter", None)
-    if drafter is None:
-        # Drafts are made on the last pipeline stage only.
-        return frozenset()
-    return frozenset(drafter._draft_attn_layer_names)
+    # Drafts are made on the last pipeline stage only; the other stages have neither.
+    if (drafter := getattr(model_runner, "drafter", None)) is not None:
+        return frozenset(drafter._draft_attn_layer_names)
+    if (speculator := getattr(model_runner, "speculator", None)) is not None:
+        return frozenset(speculator.draft_attn_layer_names)
+    return frozenset()

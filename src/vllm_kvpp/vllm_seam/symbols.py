@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from vllm_kvpp.errors import KVPPSeamError
 
@@ -21,7 +21,8 @@ class SeamSymbol:
     """One touched symbol, `module:attribute.path`.
 
     `parameters` are names its signature must have, `fields` names its dataclass must have, and `source_order` pieces
-    of text its source must contain one behind the other (for behaviour that no signature shows).
+    of text its source must contain one behind the other (for behaviour that no signature shows). `runner` is the model
+    runner with which it is touched, None if with either.
     """
 
     path: str
@@ -30,6 +31,7 @@ class SeamSymbol:
     parameters: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     source_order: tuple[str, ...] = ()
+    runner: Literal["V1", "V2"] | None = None
 
     def find_fault(self) -> str | None:
         """Say what is wrong with the symbol in the installed vLLM, or None."""
@@ -119,8 +121,8 @@ SEAM: tuple[SeamSymbol, ...] = (
     ),
     SeamSymbol(
         path="vllm.config:VllmConfig.use_v2_model_runner",
-        because="Runner V2 is refused until it is proven.",
-        removable_when="KVPP supports model runner V2.",
+        because="Says which model runner's symbols are touched.",
+        removable_when="vLLM has one model runner.",
     ),
     SeamSymbol(
         path="vllm.config:ModelConfig",
@@ -238,23 +240,68 @@ SEAM: tuple[SeamSymbol, ...] = (
         path="vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec",
         because="Source of every layer's page size.",
         removable_when="Never: it is part of the runner interface.",
+        runner="V1",
+    ),
+    SeamSymbol(
+        path="vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_kv_cache_spec",
+        because="Source of every layer's page size.",
+        removable_when="Never: it is part of the runner interface.",
+        runner="V2",
     ),
     SeamSymbol(
         path="vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
         because="A pre-hook on the model starts the first layer's transfer when inputs and caches are ready.",
         removable_when="vLLM has a hook before the forward.",
+        runner="V1",
     ),
     SeamSymbol(
         path="vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
         because="Encloses one step; wrapped on the runner, since Ray calls it past the worker.",
         removable_when="vLLM has a hook around a step.",
         parameters=("scheduler_output",),
+        runner="V1",
     ),
     SeamSymbol(
         path="vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
         because="Sets _draft_attn_layer_names, the draft layers that were really loaded (R-OWN-3).",
         removable_when="Cache specs say whether a draft model owns the layer (KVCacheSpec.is_draft, vLLM 0.33).",
         source_order=("self._draft_attn_layer_names = ",),
+        runner="V1",
+    ),
+    SeamSymbol(
+        path="vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model",
+        because="A pre-hook on the model starts the first layer's transfer when inputs and caches are ready.",
+        removable_when="vLLM has a hook before the forward.",
+        runner="V2",
+    ),
+    SeamSymbol(
+        path="vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
+        because="Encloses one step; blocks are zeroed and copied before the model is called, as a module.",
+        removable_when="vLLM has a hook around a step.",
+        parameters=("scheduler_output", "dummy_run"),
+        source_order=("self.update_requests(", "self.prepare_inputs(", "self.model(**model_inputs)"),
+        runner="V2",
+    ),
+    SeamSymbol(
+        path="vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
+        because="Zeroes and copies blocks, which has to happen before the first layer's transfer.",
+        removable_when="vLLM has a hook before the forward.",
+        source_order=("zero_block_ids(", "copy_kv_cache_blocks_inplace("),
+        runner="V2",
+    ),
+    SeamSymbol(
+        path="vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run",
+        because="Goes through execute_model and says by name that it is no step.",
+        removable_when="vLLM has a hook around a step.",
+        source_order=("self.execute_model(", "dummy_run=True"),
+        runner="V2",
+    ),
+    SeamSymbol(
+        path="vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
+        because="Sets draft_attn_layer_names, the draft layers that were really loaded (R-OWN-3).",
+        removable_when="Cache specs say whether a draft model owns the layer (KVCacheSpec.is_draft, vLLM 0.33).",
+        source_order=("self.draft_attn_layer_names = ",),
+        runner="V2",
     ),
     SeamSymbol(
         path="vllm.v1.kv_cache_interface:KVCacheSpec",
@@ -366,6 +413,12 @@ SEAM: tuple[SeamSymbol, ...] = (
 )
 
 
+def seam_of(*, uses_model_runner_v2: bool) -> tuple[SeamSymbol, ...]:
+    """The symbols that are touched with one model runner: all but those of the other."""
+    other_runner = "V1" if uses_model_runner_v2 else "V2"
+    return tuple(symbol for symbol in SEAM if symbol.runner != other_runner)
+
+
 def installed_version() -> str | None:
     """The public version of the installed vLLM, whichever distribution it comes in, or None."""
     for name in DISTRIBUTIONS:
@@ -407,7 +460,7 @@ def describe_table() -> str:
 
 
 def _describe_check(symbol: SeamSymbol) -> str:
-    checks = ["present"]
+    checks = [f"present, with model runner {symbol.runner}" if symbol.runner else "present"]
     if symbol.parameters:
         checks.append("parameters " + ", ".join(f"`{name}`" for name in symbol.parameters))
     if symbol.fields:

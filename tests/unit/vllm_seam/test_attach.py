@@ -104,8 +104,8 @@ class FakeRunner:
     def get_model(self):
         return self.model
 
-    def execute_model(self, scheduler_output, intermediate_tensors=None):
-        self.log.append(f"execute with {intermediate_tensors}")
+    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
+        self.log.append(f"execute with {intermediate_tensors}" + dummy_run * ", dummy run")
         self.model(torch.zeros(1))
         for layer in self.layers.values():
             layer.prepare_kv_cache_update("metadata")
@@ -125,6 +125,11 @@ class LoggedTransport:
 
 def attach_to(names=("layers.0.attn", "layers.1.attn"), *, without_hook=()):
     """A runner that is attached to; the owner rank of each layer is its number."""
+    return attach_with_transfers(names, without_hook=without_hook)[0]
+
+
+def attach_with_transfers(names=("layers.0.attn", "layers.1.attn"), *, without_hook=()):
+    """The same with its transfers."""
     runner = FakeRunner(names)
     for name in without_hook:
         runner.layers[name] = SimpleNamespace()
@@ -132,7 +137,7 @@ def attach_to(names=("layers.0.attn", "layers.1.attn"), *, without_hook=()):
     layers = tuple(TargetLayer((name,), BundleMemory(number, whole, (whole,))) for number, name in enumerate(names))
     transfers = LayerTransfers(layers, LoggedTransport(runner.log), "under test")
     attach(transfers, layers, runner.layers, runner)
-    return runner
+    return runner, transfers
 
 
 DECODE = scheduler_output(running={"a": 17})
@@ -170,6 +175,25 @@ def test_a_dummy_run_past_execute_model_moves_nothing():
     runner.layers["layers.0.attn"].prepare_kv_cache_update(None)
 
     assert runner.log == ["prepare layers.0.attn with None"]
+
+
+def test_a_dummy_run_through_execute_model_moves_nothing_and_is_no_step():
+    runner, transfers = attach_with_transfers()
+    runner.execute_model(DECODE, dummy_run=True)
+
+    assert runner.log == [
+        "execute with None, dummy run",
+        "prepare layers.0.attn with metadata",
+        "prepare layers.1.attn with metadata",
+    ]
+    assert transfers.counters.steps == 0
+
+
+def test_a_step_that_says_it_is_no_dummy_run_moves_every_layer():
+    runner = attach_to()
+    runner.execute_model(DECODE, dummy_run=False)
+
+    assert [line for line in runner.log if line.startswith("start")] == ["start 0", "start 1"]
 
 
 @pytest.mark.parametrize("output", [DECODE, scheduler_output(new={"a": 0})])

@@ -38,7 +38,6 @@ def make_config(*, parallel=None, model=None, text_config=None, **changes):
         "attention_config": SimpleNamespace(hisparse_config=None),
         "kv_transfer_config": None,
         "speculative_config": None,
-        "use_v2_model_runner": False,
     } | changes
     return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **parts)
 
@@ -75,7 +74,6 @@ def test_an_eager_mla_model_is_described_with_its_sizes():
         ({"text_config": {"index_topk": 2048}}, "is_sparse", True),
         ({"attention_config": SimpleNamespace(hisparse_config=object())}, "uses_hisparse", True),
         ({"text_config": {"index_topk": None}}, "is_sparse", False),
-        ({"use_v2_model_runner": True}, "uses_model_runner_v2", True),
         ({"speculative_config": speculative_config()}, "speculation", Speculation("mtp")),
         (
             {"speculative_config": speculative_config("dspark", varying=[[1, 8, 3]], adaptive=True)},

@@ -176,7 +176,7 @@ def test_a_vllm_that_is_not_proven_is_used_with_a_warning(described, messages, m
 
 
 def test_a_vllm_that_has_changed_is_refused(described, monkeypatch):
-    def check_seam():
+    def check_seam(_symbols):
         raise KVPPSeamError("changed")
 
     monkeypatch.setattr(symbols, "check_seam", check_seam)
@@ -185,3 +185,15 @@ def test_a_vllm_that_has_changed_is_refused(described, monkeypatch):
     with pytest.raises(KVPPSeamError, match="changed"):
         enable_if_asked(config)
     assert config.parallel_config.worker_cls == PLATFORM_WORKER
+
+
+@pytest.mark.parametrize(("uses_v2", "package"), [(False, "gpu_model_runner"), (True, "gpu.model_runner")])
+def test_the_model_runner_in_use_is_checked_and_not_the_other(described, monkeypatch, uses_v2, package):
+    checked = []
+    monkeypatch.setattr(symbols, "check_seam", checked.extend)
+    config = make_config(worker_cls=PLATFORM_WORKER)
+    config.use_v2_model_runner = uses_v2
+    enable_if_asked(config)
+
+    runners = {symbol.path.split(":")[0] for symbol in checked if "model_runner:" in symbol.path}
+    assert runners == {f"vllm.v1.worker.{package}"}

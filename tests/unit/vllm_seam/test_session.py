@@ -256,11 +256,18 @@ def test_draft_layers_are_those_that_the_drafter_loaded():
     assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == {"model.layers.61.attn"}
 
 
-@pytest.mark.parametrize("runner", [SimpleNamespace(), SimpleNamespace(drafter=None)])
+def test_draft_layers_of_runner_v2_are_those_that_the_speculator_loaded():
+    runner = SimpleNamespace(speculator=SimpleNamespace(draft_attn_layer_names={"model.layers.61.attn"}))
+
+    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == {"model.layers.61.attn"}
+
+
+@pytest.mark.parametrize("runner", [SimpleNamespace(), SimpleNamespace(drafter=None), SimpleNamespace(speculator=None)])
 def test_a_stage_without_a_drafter_has_no_draft_layers(runner):
     assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == frozenset()
 
 
-def test_a_drafter_that_does_not_say_what_it_loaded_stops_the_start():
-    with pytest.raises(AttributeError, match="_draft_attn_layer_names"):
-        find_draft_names(SimpleNamespace(speculative_config="mtp"), SimpleNamespace(drafter=SimpleNamespace()))
+@pytest.mark.parametrize("name", ["drafter", "speculator"])
+def test_a_drafter_that_does_not_say_what_it_loaded_stops_the_start(name):
+    with pytest.raises(AttributeError, match="draft_attn_layer_names"):
+        find_draft_names(SimpleNamespace(speculative_config="mtp"), SimpleNamespace(**{name: SimpleNamespace()}))

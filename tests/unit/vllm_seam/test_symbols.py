@@ -16,6 +16,7 @@ from vllm_kvpp.vllm_seam.symbols import (
     describe_table,
     find_faults,
     installed_version,
+    seam_of,
 )
 
 
@@ -160,6 +161,21 @@ def test_a_step_that_vllm_moves_or_drops_would_be_noticed(symbol):
 
 def test_the_configuration_hook_is_among_the_symbols():
     assert PLATFORM_HOOK in SEAM
+
+
+def test_each_runner_has_symbols_of_its_own_and_all_the_others():
+    shared = {symbol for symbol in SEAM if symbol.runner is None}
+    with_v1, with_v2 = (set(seam_of(uses_model_runner_v2=uses_v2)) for uses_v2 in (False, True))
+
+    assert shared == with_v1 & with_v2
+    assert {symbol.runner for symbol in with_v1 - shared} == {"V1"}
+    assert {symbol.runner for symbol in with_v2 - shared} == {"V2"}
+
+
+def test_a_row_says_with_which_runner_the_symbol_is_touched(monkeypatch):
+    monkeypatch.setattr(symbols, "SEAM", (touch("vllm:thing", runner="V2"),))
+
+    assert "| present, with model runner V2 |" in describe_table()
 
 
 def test_the_table_has_one_row_for_each_symbol():
