@@ -98,7 +98,7 @@ class TestPrefillContextParallelism:
 
         assert fault is None
 
-    @pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (2, 2, 2, 1), (2, 2, 2, 2), (4, 1, 2, 2)])
+    @pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (2, 3, 2, 1), (2, 2, 3, 2), (4, 1, 2, 2)])
     def test_a_group_of_ours_is_the_union_of_the_tp_and_pcp_groups_of_a_stage(
         self, vllm: VllmProcess, sizes: tuple[int, int, int, int]
     ) -> None:
