@@ -107,8 +107,8 @@ def test_a_token_without_a_choice_gets_zeros_and_no_nan() -> None:
 def test_a_layer_without_an_indexer_attends_to_the_last_choice() -> None:
     sequence = RandomSequence(40, 0)
     owner = PagedRun([sequence])
-    choices, _ = owner.step([(0, 0, 40)])
     sharer = PagedRun([RandomSequence(40, 1)], owner.buffer)
+    choices, _ = owner.step([(0, 0, 40)])
     sharer.cache.copy_(owner.cache)
     query = sharer.sequences[0].query
     output, _ = sharer.attention.forward_mqa(query, sharer.cache, sharer.metadata([(0, 0, 40)]), SimpleNamespace())
