@@ -246,3 +246,14 @@ def test_an_override_beyond_the_memory_is_refused(tmp_path: Path, models: dict[s
     assert result.returncode != 0
     assert "num_gpu_blocks_override is 100000, but with KVPP" in result.output
     assert result.leftovers == []
+
+
+def test_an_override_below_one_request_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    arguments = (
+        *("--kv-cache-memory-bytes", str(64 * 1024 * 1024), "--max-model-len", "512"),
+        *("--num-gpu-blocks-override", "20"),
+    )
+    result = _serve(tmp_path, models["mla"], "--additional-config", json.dumps(KVPP), *arguments)
+    assert result.returncode != 0
+    assert "num_gpu_blocks_override is 20, but one request of max_model_len 512 needs 33 blocks" in result.output
+    assert result.leftovers == []
