@@ -39,8 +39,10 @@ class Deployment:
     uses_breakable_graph: bool = False
     uses_direct_attention_call: bool = False
     speculation: Speculation | None = None
+    uses_model_runner_v2: bool = False
     uses_microbatches: bool = False
     uses_elastic_ep: bool = False
+    uses_fault_tolerance: bool = False
     uses_sleep_mode: bool = False
     uses_hisparse: bool = False
     kv_cache_layout: str | None = None
@@ -70,10 +72,11 @@ def _refuse_parallelism(deployment: Deployment) -> Iterator[str]:
             "KVPP and DCP cannot be enabled at the same time. "
             f"(decode_context_parallel_size is {dcp_size}; set it to 1)"
         )
-    if deployment.prefill_context_parallel_size != 1:
+    if deployment.prefill_context_parallel_size != 1 and not deployment.uses_model_runner_v2:
         yield (
-            "KVPP does not support prefill context parallelism in this release. "
-            f"(prefill_context_parallel_size is {deployment.prefill_context_parallel_size}; set it to 1)"
+            "KVPP supports prefill context parallelism with model runner V2 only. "
+            f"(prefill_context_parallel_size is {deployment.prefill_context_parallel_size}, and vLLM chose V1; set it to "
+            "1, or the environment variable VLLM_USE_V2_MODEL_RUNNER to 1)"
         )
     if deployment.uses_microbatches:
         yield (
@@ -84,6 +87,11 @@ def _refuse_parallelism(deployment: Deployment) -> Iterator[str]:
         yield (
             "KVPP does not support elastic expert parallelism: its group is made once. "
             "(enable_elastic_ep is true; remove it)"
+        )
+    if deployment.uses_fault_tolerance:
+        yield (
+            "KVPP does not support fault tolerance: vLLM would go on behind a failed step with groups made anew, and "
+            "KVPP's group is made once. (enable_fault_tolerance is true; remove it)"
         )
 
 

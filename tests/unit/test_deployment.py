@@ -19,11 +19,16 @@ METHOD = "KVPP supports speculative decoding with mtp or dspark only."
 CASES = {
     "dcp": (DCP, "decode_context_parallel_size is 8", {"decode_context_parallel_size": 8}),
     "pcp": (
-        "KVPP does not support prefill context parallelism",
-        "prefill_context_parallel_size is 2",
-        {"prefill_context_parallel_size": 2},
+        "KVPP supports prefill context parallelism with model runner V2 only",
+        "prefill_context_parallel_size is 2, and vLLM chose V1",
+        {"prefill_context_parallel_size": 2, "uses_model_runner_v2": False},
     ),
     "dual-batch": ("KVPP does not support dual-batch overlap", "enable_dbo", {"uses_microbatches": True}),
+    "fault-tolerance": (
+        "KVPP does not support fault tolerance",
+        "enable_fault_tolerance is true; remove it",
+        {"uses_fault_tolerance": True},
+    ),
     "elastic-ep": ("KVPP does not support elastic expert parallelism", "enable_elastic_ep", {"uses_elastic_ep": True}),
     "consumer": (DECODE_ONLY, "kv_role is kv_consumer", {"kv_role": "kv_consumer"}),
     "connector": (CONNECTOR, "kv_connector is NixlConnector", {"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
@@ -93,7 +98,7 @@ CASES = {
 }
 CASE_IDS = list(CASES)
 SETTINGS = re.compile(
-    r"decode_context_parallel_size|prefill_context_parallel_size|enable_dbo|enable_elastic_ep|kv_role|kv_connector"
+    r"decode_context_parallel_size|prefill_context_parallel_size|enable_dbo|enable_elastic_ep|enable_fault_tolerance|kv_role|kv_connector"
     r"|cudagraph_mode|VLLM_USE_BREAKABLE_CUDAGRAPH|splitting_ops|\bmode is\b|--enforce-eager"
     r"|enable_sleep_mode|hisparse_config|VLLM_KV_CACHE_LAYOUT|enable_kvpp"
     r"|\bmethod is\b|num_speculative_tokens_per_batch_size|enable_adaptive_verification"
@@ -171,6 +176,10 @@ def test_a_hybrid_model_with_mla_layers_is_refused_once():
     (reason,) = refusals_with(is_mla=True, is_hybrid=True, is_sparse=True)
 
     assert reason.startswith(MODEL)
+
+
+def test_prefill_context_parallelism_is_accepted_with_model_runner_v2():
+    assert refusals_with(prefill_context_parallel_size=2, uses_model_runner_v2=True) == ()
 
 
 def test_a_sparse_model_runs_eagerly():

@@ -67,6 +67,11 @@ def _enable(vllm_config: VllmConfig) -> None:
         return
     if refusals := find_refusals(deployment):
         raise KVPPConfigError(refusals)
+    if deployment.prefill_context_parallel_size > 1:
+        logger.warning_once(
+            "KVPP with prefill context parallelism has been checked against vLLM's source only: nobody has run it. "
+            "Compare answers with enable_kvpp false before you rely on it."
+        )
     if installed_version() not in PROVEN_VERSIONS:
         logger.warning_once(
             "KVPP is proven with vLLM %s; %s has every symbol it needs, but has not been tested.",

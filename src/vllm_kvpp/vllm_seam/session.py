@@ -1,5 +1,6 @@
 """KVPP's state in one worker, from the group to the running transfers. The worker class only calls it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class KVPPSession:
                     "set the environment variable VLLM_KV_CACHE_LAYOUT to LBNHC)"
                 ]
             )
-        draft_names = find_draft_names(self._vllm_config, model_runner)
+        draft_names = find_draft_names(self._vllm_config, specs, model_runner)
         plan = plan_cache(describe_caches(specs), group_size=self._group.size, draft_names=draft_names)
         self._group.check_agreement("the cache plan", plan.digest)
         self._plan = plan
@@ -153,17 +154,19 @@ class KVPPSession:
         return self._transfers
 
 
-def find_draft_names(vllm_config: VllmConfig, model_runner: Any) -> frozenset[str]:
-    """The draft layers that the drafter (runner V1) or speculator (runner V2) really loaded (R-OWN-3).
+def find_draft_names(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], model_runner: Any) -> frozenset[str]:
+    """The draft layers that were really loaded (R-OWN-3), with or without a cache of their own.
 
-    Touches: `drafter._draft_attn_layer_names`, `speculator.draft_attn_layer_names`. Because: nothing else says it.
-    Checked by: `check_seam`.
+    Touches: `drafter._draft_attn_layer_names` (runner V1), `speculator.draft_attn_layer_names` (runner V2),
+    `KVCacheSpec.is_draft` (from vLLM 0.33). Because: the specs of vLLM 0.32 do not say it, and those of 0.33 not of a
+    layer that shares a cache. Checked by: `check_seam`.
     """
     if vllm_config.speculative_config is None:
         return frozenset()
+    names = {name for name, spec in specs.items() if getattr(spec, "is_draft", False)}
     # Drafts are made on the last pipeline stage only; the other stages have neither.
     if (drafter := getattr(model_runner, "drafter", None)) is not None:
-        return frozenset(drafter._draft_attn_layer_names)
-    if (speculator := getattr(model_runner, "speculator", None)) is not None:
-        return frozenset(speculator.draft_attn_layer_names)
-    return frozenset()
+        names |= set(drafter._draft_attn_layer_names)
+    elif (speculator := getattr(model_runner, "speculator", None)) is not None:
+        names |= set(speculator.draft_attn_layer_names)
+    return frozenset(names)

@@ -97,6 +97,7 @@ SEAM: tuple[SeamSymbol, ...] = (
             "prefill_context_parallel_size",
             "decode_context_parallel_size",
             "enable_elastic_ep",
+            "enable_fault_tolerance",
         ),
     ),
     SeamSymbol(
@@ -121,7 +122,7 @@ SEAM: tuple[SeamSymbol, ...] = (
     ),
     SeamSymbol(
         path="vllm.config:VllmConfig.use_v2_model_runner",
-        because="Says which model runner's symbols are touched.",
+        because="Says which model runner's symbols are touched; prefill context parallelism needs V2.",
         removable_when="vLLM has one model runner.",
     ),
     SeamSymbol(

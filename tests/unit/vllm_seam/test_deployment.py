@@ -25,6 +25,7 @@ def make_config(*, parallel=None, model=None, text_config=None, **changes):
         "decode_context_parallel_size": 1,
         "use_ubatching": False,
         "enable_elastic_ep": False,
+        "enable_fault_tolerance": False,
     } | (parallel or {})
     model = {
         "architecture": "DeepseekV3ForCausalLM",
@@ -38,6 +39,7 @@ def make_config(*, parallel=None, model=None, text_config=None, **changes):
         "attention_config": SimpleNamespace(hisparse_config=None),
         "kv_transfer_config": None,
         "speculative_config": None,
+        "use_v2_model_runner": False,
     } | changes
     return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **parts)
 
@@ -63,6 +65,8 @@ def test_an_eager_mla_model_is_described_with_its_sizes():
     [
         ({"parallel": {"tensor_parallel_size": 4}}, "tensor_parallel_size", 4),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size", 2),
+        ({"parallel": {"enable_fault_tolerance": True}}, "uses_fault_tolerance", True),
+        ({"use_v2_model_runner": True}, "uses_model_runner_v2", True),
         ({"parallel": {"decode_context_parallel_size": 8}}, "decode_context_parallel_size", 8),
         ({"parallel": {"use_ubatching": True}}, "uses_microbatches", True),
         ({"parallel": {"enable_elastic_ep": True}}, "uses_elastic_ep", True),

@@ -197,3 +197,12 @@ def test_the_model_runner_in_use_is_checked_and_not_the_other(described, monkeyp
 
     runners = {symbol.path.split(":")[0] for symbol in checked if "model_runner:" in symbol.path}
     assert runners == {f"vllm.v1.worker.{package}"}
+
+
+def test_prefill_context_parallelism_is_used_with_a_warning_that_nobody_has_run_it(described, messages):
+    described.deployment = Deployment(
+        tensor_parallel_size=2, prefill_context_parallel_size=2, uses_model_runner_v2=True
+    )
+    enable_if_asked(make_config(worker_cls=PLATFORM_WORKER))
+
+    assert any("prefill context parallelism" in message and "nobody has run it" in message for message in messages)

@@ -262,27 +262,36 @@ def test_a_stage_without_a_plan_attaches_to_nothing(make_session):
 def test_without_speculation_there_are_no_draft_layers():
     runner = SimpleNamespace(drafter=SimpleNamespace(_draft_attn_layer_names={"model.layers.61.attn"}))
 
-    assert find_draft_names(SimpleNamespace(speculative_config=None), runner) == frozenset()
+    assert find_draft_names(SimpleNamespace(speculative_config=None), {}, runner) == frozenset()
 
 
 def test_draft_layers_are_those_that_the_drafter_loaded():
     runner = SimpleNamespace(drafter=SimpleNamespace(_draft_attn_layer_names={"model.layers.61.attn"}))
 
-    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == {"model.layers.61.attn"}
+    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), {}, runner) == {"model.layers.61.attn"}
 
 
 def test_draft_layers_of_runner_v2_are_those_that_the_speculator_loaded():
     runner = SimpleNamespace(speculator=SimpleNamespace(draft_attn_layer_names={"model.layers.61.attn"}))
 
-    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == {"model.layers.61.attn"}
+    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), {}, runner) == {"model.layers.61.attn"}
 
 
 @pytest.mark.parametrize("runner", [SimpleNamespace(), SimpleNamespace(drafter=None), SimpleNamespace(speculator=None)])
 def test_a_stage_without_a_drafter_has_no_draft_layers(runner):
-    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), runner) == frozenset()
+    assert find_draft_names(SimpleNamespace(speculative_config="mtp"), {}, runner) == frozenset()
 
 
 @pytest.mark.parametrize("name", ["drafter", "speculator"])
 def test_a_drafter_that_does_not_say_what_it_loaded_stops_the_start(name):
     with pytest.raises(AttributeError, match="draft_attn_layer_names"):
-        find_draft_names(SimpleNamespace(speculative_config="mtp"), SimpleNamespace(**{name: SimpleNamespace()}))
+        find_draft_names(SimpleNamespace(speculative_config="mtp"), {}, SimpleNamespace(**{name: SimpleNamespace()}))
+
+
+def test_layers_whose_specs_say_so_are_drafts_beside_those_that_the_drafter_names():
+    specs = {f"layers.{number}.attn": SimpleNamespace(is_draft=number == 2) for number in range(3)}
+    runner = SimpleNamespace(drafter=SimpleNamespace(_draft_attn_layer_names={"layers.3.shares.attn"}))
+
+    names = find_draft_names(SimpleNamespace(speculative_config="mtp"), specs, runner)
+
+    assert names == {"layers.2.attn", "layers.3.shares.attn"}
