@@ -72,11 +72,12 @@ def _refuse_parallelism(deployment: Deployment) -> Iterator[str]:
             "KVPP and DCP cannot be enabled at the same time. "
             f"(decode_context_parallel_size is {dcp_size}; set it to 1)"
         )
-    if deployment.prefill_context_parallel_size != 1 and not deployment.uses_model_runner_v2:
+    pcp_size = deployment.prefill_context_parallel_size
+    if pcp_size != 1 and not deployment.uses_model_runner_v2:
         yield (
             "KVPP supports prefill context parallelism with model runner V2 only. "
-            f"(prefill_context_parallel_size is {deployment.prefill_context_parallel_size}, and vLLM chose V1; set it to "
-            "1, or the environment variable VLLM_USE_V2_MODEL_RUNNER to 1)"
+            f"(prefill_context_parallel_size is {pcp_size}, and vLLM chose V1; set it to 1, or the environment variable "
+            "VLLM_USE_V2_MODEL_RUNNER to 1)"
         )
     if deployment.uses_microbatches:
         yield (
