@@ -76,8 +76,8 @@ def _refuse_parallelism(deployment: Deployment) -> Iterator[str]:
     if pcp_size != 1 and not deployment.uses_model_runner_v2:
         yield (
             "KVPP supports prefill context parallelism with model runner V2 only. "
-            f"(prefill_context_parallel_size is {pcp_size}, and vLLM chose V1; set it to 1, or the environment variable "
-            "VLLM_USE_V2_MODEL_RUNNER to 1)"
+            f"(prefill_context_parallel_size is {pcp_size}, and vLLM chose V1; set it to 1, or the environment "
+            "variable VLLM_USE_V2_MODEL_RUNNER to 1)"
         )
     if deployment.uses_microbatches:
         yield (
