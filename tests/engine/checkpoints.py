@@ -12,6 +12,9 @@ INDEX_HEADS = 4
 # A key is quantised in groups of 128.
 INDEX_HEAD_DIM = 128
 
+# How much of a state is the token's embedding, against what one layer adds: in about half of the cases it prevails.
+LEANING = 0.5
+
 
 def write_config(folder: Path, *, num_layers: int = 2, num_heads: int = 4, **changes: Any) -> Path:
     """Write `config.json` of a dense MLA model with the real cache width and everything else tiny."""
@@ -53,7 +56,11 @@ def write_config(folder: Path, *, num_layers: int = 2, num_heads: int = 4, **cha
 
 
 def write_mtp_checkpoint(folder: Path, *, num_layers: int) -> Path:
-    """Write a random model with one MTP layer, with weights large enough that logprobs depend on the history."""
+    """Write a random model with one MTP layer, with weights large enough that logprobs depend on the history.
+
+    Both lean towards one fixed successor of each token, so that some drafts are accepted; both look at the history
+    often enough to go elsewhere.
+    """
     hidden, heads, rank, experts = 128, 4, 96, 4
     write_config(
         folder,
@@ -76,12 +83,13 @@ def write_mtp_checkpoint(folder: Path, *, num_layers: int) -> Path:
         dtype="float32",
     )
     weights = _RandomWeights()
-    weights.add_embedding(hidden)
+    # Each layer adds about as much twice, in attention and behind it.
+    weights.add_embedding(hidden, scale=LEANING * (2 * num_layers) ** 0.5)
     for number in range(num_layers):
         weights.add_layer(f"model.layers.{number}.", hidden=hidden, heads=heads, rank=rank)
         weights.add_mlp(f"model.layers.{number}.mlp.", hidden, 2 * hidden)
     weights.add_norm("model.norm", hidden)
-    weights.add("lm_head", 512, hidden, 2.0)
+    weights.add_successor_head(hidden)
     _add_mtp_layer(weights, f"model.layers.{num_layers}.", hidden=hidden, heads=heads, rank=rank, experts=experts)
     save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -176,7 +184,8 @@ def _add_mtp_layer(weights: "_RandomWeights", prefix: str, *, hidden: int, heads
     weights.add_moe(f"{prefix}mlp.", hidden=hidden, experts=experts)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         weights.add_norm(prefix + norm, hidden)
-    weights.add(f"{prefix}eh_proj", hidden, 2 * hidden)
+    from_embedding, from_hidden_state = torch.eye(hidden) * LEANING * 2**0.5, weights.draw(hidden, hidden, 0.3)
+    weights.tensors[f"{prefix}eh_proj.weight"] = torch.cat((from_embedding, from_hidden_state), dim=1)
     for copied, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         weights.tensors[f"{prefix}{copied}.weight"] = weights.tensors[f"{name}.weight"].clone()
 
@@ -197,8 +206,14 @@ class _RandomWeights:
     def add_norm(self, name: str, width: int) -> None:
         self.tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(width, generator=self.generator)
 
-    def add_embedding(self, hidden: int) -> None:
-        self.tensors["model.embed_tokens.weight"] = self.draw(512, hidden) * hidden**0.5
+    def add_embedding(self, hidden: int, scale: float = 1.0) -> None:
+        self.tensors["model.embed_tokens.weight"] = self.draw(512, hidden) * scale * hidden**0.5
+
+    def add_successor_head(self, hidden: int) -> None:
+        """A head that finds in a token's embedding the token's successor, a fixed one."""
+        successors = torch.randperm(512, generator=self.generator)
+        embedding = torch.nn.functional.normalize(self.tensors["model.embed_tokens.weight"])
+        self.tensors["lm_head.weight"] = torch.empty(512, hidden).index_copy_(0, successors, 2 * embedding)
 
     def add_mlp(self, prefix: str, hidden: int, intermediate: int) -> None:
         for name in ("gate_proj", "up_proj"):

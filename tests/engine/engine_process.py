@@ -73,19 +73,24 @@ class ProcessResult:
     leftovers: list[int] = field(default_factory=list)
 
 
+def bind_workers(num_workers: int) -> str:
+    """The CPUs of the workers, in turn: with one NUMA node vLLM has to be told."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cpus[rank % len(cpus)]) for rank in range(num_workers))
+
+
 def engine_environment(num_workers: int, folder: Path, reference: Sequence[str] = ()) -> dict[str, str]:
     """The environment in which several workers start on a machine with one NUMA node; `folder` takes what it needs.
 
     `reference` names the parts of the reference platform to switch on.
     """
     write_vllm_metadata(folder)
-    cpus = sorted(os.sched_getaffinity(0))
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(num_workers)),
+        "VLLM_CPU_OMP_THREADS_BIND": bind_workers(num_workers),
         "PYTHONPATH": os.pathsep.join((str(HERE), str(folder))),
         ENVIRONMENT_VARIABLE: ",".join(reference),
     }

@@ -1,0 +1,178 @@
+"""KVPP on against off, TP 2, one engine pair for each feature: equal to the bit, and different under each fault."""
+
+from typing import Any
+
+import pytest
+from engine_process import EngineRun, run_engine, write_plugin
+from feature_cases import CASES, DRAFTS_FORGOTTEN, METRICS, SHARED_INDEXERS, FeatureCase, make_workload
+from recall_runs import REPORT, kvpp, rpc
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+WORKLOAD, METRICS_AT, REPORT_AT, FAULTS_AT = range(4)
+FORGET = {"kind": "forget prefixes"}
+# Block size x width x bytes.
+LATENT_PAGE = 16 * 576 * 4
+INDEXER_PAGE = 16 * 132
+SCRATCH_ALIGNMENT = 2 * 1024 * 1024
+
+
+class Pair:
+    """The two runs of a case; the one with KVPP goes on with each fault."""
+
+    def __init__(self, case: FeatureCase, factory: pytest.TempPathFactory) -> None:
+        engine = case.make_engine(factory.mktemp("checkpoint"))
+        plain = [make_workload(), METRICS]
+        faults = [
+            action
+            for fault in case.faults
+            for action in (rpc("restore_transfers"), rpc(*fault), FORGET, make_workload())
+        ]
+        self.case = case
+        self.off = self._run(factory, {**engine, "additional_config": kvpp(False)}, plain)
+        self.on = self._run(factory, {**engine, "additional_config": kvpp(True)}, [*plain, REPORT, *faults])
+
+    def _run(self, factory: pytest.TempPathFactory, engine: dict[str, Any], actions: list[dict[str, Any]]) -> EngineRun:
+        folder = factory.mktemp("run")
+        if self.case.plugin is not None:
+            write_plugin(folder, self.case.plugin)
+        return run_engine(
+            engine,
+            actions,
+            folder,
+            reference=self.case.reference,
+            environment=self.case.environment,
+            timeout_seconds=400,
+        )
+
+    def under_fault(self, index: int) -> Any:
+        """What was served under the fault of this index."""
+        return self.on.actions[FAULTS_AT + 4 * index + 3]
+
+
+_pairs: dict[str, Pair] = {}
+
+
+@pytest.fixture(scope="module")
+def get_pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def get(name: str) -> Pair:
+        if name not in _pairs:
+            case = next(case for case in CASES if case.name == name)
+            _pairs[name] = Pair(case, tmp_path_factory)
+        return _pairs[name]
+
+    return get
+
+
+NAMES = pytest.mark.parametrize(
+    "name", [pytest.param(case.name, marks=pytest.mark.proves(*case.proves), id=case.name) for case in CASES]
+)
+FAULTS = pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        pytest.param(case.name, index, id=f"{case.name}: {' '.join(map(str, fault[:2]))}")
+        for case in CASES
+        for index, fault in enumerate(case.faults)
+    ],
+)
+
+
+@NAMES
+def test_schedules_and_answers_equal_those_of_a_run_without_kvpp_bit_for_bit(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert pair.on.actions[WORKLOAD]["schedule"] == pair.off.actions[WORKLOAD]["schedule"]
+    assert pair.on.actions[WORKLOAD]["answers"] == pair.off.actions[WORKLOAD]["answers"]
+
+
+@FAULTS
+def test_answers_differ_under_each_fault(get_pair: Any, name: str, index: int) -> None:
+    pair = get_pair(name)
+    served = pair.under_fault(index)
+    if pair.case.faults[index] == DRAFTS_FORGOTTEN:
+        # Greedy answers do not depend on drafts; how many steps they take does.
+        assert served["schedule"] != pair.off.actions[WORKLOAD]["schedule"]
+    else:
+        assert served["answers"] != pair.off.actions[WORKLOAD]["answers"]
+
+
+@NAMES
+def test_the_workload_came_in_chunks_and_hit_a_prefix(get_pair: Any, name: str) -> None:
+    served = get_pair(name).on.actions[WORKLOAD]
+    assert any(count == 64 for count in served["schedule"][0].values())
+    assert served["answers"][2]["num_cached_tokens"] > 0
+
+
+@NAMES
+def test_more_tokens_fit_within_the_same_memory(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert pair.on.num_gpu_blocks > pair.off.num_gpu_blocks
+    for report in pair.on.actions[REPORT_AT]:
+        assert report["planned_bytes"] == report["allocated_bytes"] <= report["available_bytes"]
+        assert report["num_blocks"] == pair.on.num_gpu_blocks
+
+
+def _reports(pair: Pair) -> list[dict[str, Any]]:
+    reports: list[dict[str, Any]] = pair.on.actions[REPORT_AT]
+    return reports
+
+
+def test_uneven_stages_own_their_layers_once_each(get_pair: Any) -> None:
+    owned = [report["owned_layers"] for report in _reports(get_pair("pipeline parallel"))]
+    assert owned == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+
+
+def test_every_stage_moves_its_own_layers_only(get_pair: Any) -> None:
+    for report, num_layers in zip(_reports(get_pair("pipeline parallel")), (7, 7, 6, 6), strict=True):
+        assert report["num_target_layers"] == num_layers
+        assert report["counters"]["transfers"] == num_layers * report["counters"]["steps_with_history"] > 0
+
+
+def test_drafts_are_kept_by_the_stage_that_makes_them(get_pair: Any) -> None:
+    drafts = [report["bytes_per_block"]["draft"] for report in _reports(get_pair("pipeline parallel"))]
+    assert drafts == [0, 0, LATENT_PAGE, LATENT_PAGE]
+
+
+def test_every_rank_has_draft_caches_in_its_budget_and_they_own_no_layer(get_pair: Any) -> None:
+    reports = _reports(get_pair("mtp"))
+    assert [report["bytes_per_block"]["draft"] for report in reports] == [LATENT_PAGE, LATENT_PAGE]
+    assert [report["owned_layers"] for report in reports] == [[0, 1, 2], [3, 4, 5]]
+    for report in reports:
+        assert report["counters"]["transfers"] == 6 * report["counters"]["steps_with_history"] > 0
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.has_drafts])
+def test_as_many_drafts_are_accepted_as_without_kvpp(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    for metric in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"):
+        assert pair.on.actions[METRICS_AT][metric] == pair.off.actions[METRICS_AT][metric] > 0
+
+
+@pytest.mark.parametrize("name", ["sparse", "sparse with shared indexers"])
+def test_indexer_caches_are_part_of_their_layers_bundle(get_pair: Any, name: str) -> None:
+    types = SHARED_INDEXERS if "shared" in name else ("full",) * 8
+    for report in _reports(get_pair(name)):
+        pages = [LATENT_PAGE + (INDEXER_PAGE if types[number] == "full" else 0) for number in report["owned_layers"]]
+        assert report["bytes_per_block"]["owned"] == sum(pages)
+        assert report["bytes_per_block"]["scratch"] == 2 * (LATENT_PAGE + INDEXER_PAGE)
+        assert report["counters"]["transfers"] == 8 * report["counters"]["steps_with_history"] > 0
+
+
+def test_an_fp8_cache_holds_four_times_the_blocks_of_a_float32_one(get_pair: Any) -> None:
+    for report in _reports(get_pair("fp8 cache")):
+        assert report["bytes_per_block"]["owned"] == 4 * LATENT_PAGE / 4
+
+
+def test_the_rank_with_less_memory_decides_for_all(get_pair: Any) -> None:
+    first, second = _reports(get_pair("unequal memory"))
+    assert second["available_bytes"] == first["available_bytes"] // 2
+    assert first["num_blocks"] == second["num_blocks"]
+    # Not one block more would fit where memory is short, and where there is twice as much it stays free.
+    assert second["available_bytes"] - second["planned_bytes"] < second["bytes_per_block"]["total"] + SCRATCH_ALIGNMENT
+    assert first["allocated_bytes"] == second["allocated_bytes"]
+
+
+def test_vllm_fits_the_length_to_the_blocks_of_kvpp(get_pair: Any) -> None:
+    pair = get_pair("unequal memory")
+    for run in (pair.off, pair.on):
+        assert run.max_model_len <= (run.num_gpu_blocks - 1) * run.block_size < run.max_model_len + 2 * run.block_size
+    assert pair.on.max_model_len > pair.off.max_model_len
