@@ -8,7 +8,7 @@ NEXT_STAMP := $(VENV)/.vllm-next
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help env vllm-next demo test check lint types contracts unit distributed engine recall seam-table lock build clean
+.PHONY: help env vllm-next demo test check lint types contracts unit distributed engine recall seam-table matrix lock build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -18,7 +18,7 @@ env: $(STAMP) ## Build .venv with a CPU build of vLLM, and this package
 $(STAMP): requirements/cpu.lock pyproject.toml reference/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing the CPU environment (about 2.6 GB, one to three minutes) ..."
+	@echo "Installing the CPU environment (about 3.3 GB, one to three minutes) ..."
 	@# --no-deps: the lock file is complete, and plain resolution would pull in CUDA builds.
 	$(PIP_INSTALL) -r requirements/cpu.lock || $(PIP_INSTALL) --extra-index-url $(TORCH_INDEX) -r requirements/cpu.lock
 	$(PIP_INSTALL) --no-build-isolation --editable . --editable ./reference
@@ -49,13 +49,13 @@ contracts: env vllm-next ## Check the import arrows, the documents, and the seam
 	$(BIN)/python -m pytest tests/contracts
 
 unit: env ## Run the tests of single parts
-	$(BIN)/python -m pytest tests/unit tests/recall tests/reference
+	$(BIN)/python -m pytest tests/unit tests/recall tests/reference -m 'not engine'
 
 distributed: env ## Run the tests over several processes, without an engine
 	$(BIN)/python -m pytest tests/distributed
 
-engine: env ## Run the tests on a real vLLM engine (about ten minutes)
-	$(BIN)/python -m pytest tests/engine
+engine: env ## Run the tests on a real vLLM engine (about half an hour)
+	$(BIN)/python -m pytest tests/engine tests/reference -m engine
 
 recall: env ## Measure the recall model's accuracy, and that every layer's cache matters
 	$(BIN)/python recall_model/evaluate.py --dtype float32 --dtype bfloat16
@@ -63,6 +63,9 @@ recall: env ## Measure the recall model's accuracy, and that every layer's cache
 
 seam-table: env ## Print the table of docs/vllm-seam.md
 	@$(BIN)/python -c 'from vllm_kvpp.vllm_seam.symbols import describe_table; print(describe_table())'
+
+matrix: env ## Write the tables of docs/support-matrix.md and docs/field-cases.md anew
+	PYTHONPATH=tests/matrix $(BIN)/python tests/matrix/write_tables.py
 
 lock: env ## Resolve the CPU environment anew; needs uv
 	uv pip compile pyproject.toml --group cpu --group dev --python $(BIN)/python --no-annotate --no-header \

@@ -17,6 +17,7 @@ SOURCES = Path(__file__).parents[2] / "src/vllm_kvpp"
 CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"
 
 
+@pytest.mark.proves("asynchronous scheduling")
 class TestAsynchronousScheduling:
     def test_a_step_scheduled_ahead_of_its_results_counts_drafts_as_computed(self, vllm: VllmProcess) -> None:
         prefill, first, second, after_rejection, _ = vllm.ask("schedule_asynchronously")
@@ -58,6 +59,7 @@ class TestAsynchronousScheduling:
         )
 
 
+@pytest.mark.proves("PIECEWISE graphs on a device")
 class TestPiecewiseGraphs:
     def test_the_cache_update_splits_the_graph_by_default(self, vllm: VllmProcess) -> None:
         assert CACHE_UPDATE in vllm.ask("list_splitting_ops", settings={})
@@ -69,6 +71,7 @@ class TestPiecewiseGraphs:
         assert vllm.ask("record_cache_update") == ["prepare_kv_cache_update", "update_kv_cache"]
 
 
+@pytest.mark.proves("prefill context parallelism (PCP)")
 class TestPrefillContextParallelism:
     def test_only_runner_v2_has_it(self, vllm: VllmProcess) -> None:
         found = vllm.ask(
@@ -118,6 +121,7 @@ class TestPrefillContextParallelism:
         assert {len(group) for group in ours} == {tensor * context}
 
 
+@pytest.mark.proves("Ray")
 class TestRay:
     def test_its_executor_sends_steps_as_the_multi_process_one_does(self, vllm: VllmProcess) -> None:
         executor = vllm.ask("read_class", file="v1/executor/ray_executor_v2.py", name="RayExecutorV2")
@@ -138,6 +142,7 @@ class TestRay:
         assert next_vllm.ask("get_environment_default", name="VLLM_USE_RAY_V2_EXECUTOR_BACKEND") is None
 
 
+@pytest.mark.proves("NCCL, HCCL and other devices")
 class TestOtherDevices:
     @pytest.mark.parametrize("file", sorted(SOURCES.rglob("*.py")), ids=lambda path: path.name)
     def test_no_part_names_a_device_library(self, file: Path) -> None:
@@ -193,6 +198,7 @@ class TestSleepMode:
         assert "for group_ref in _groups.values()" in source
 
 
+@pytest.mark.proves("`dspark` drafts")
 class TestDspark:
     def test_only_runner_v2_has_it_and_adaptive_verification(self, vllm: VllmProcess) -> None:
         found = vllm.ask(

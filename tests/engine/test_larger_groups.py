@@ -29,6 +29,7 @@ def test_without_kvpp_all_ranks_hold_the_same_cache(tp_4_runs: dict[bool, Engine
     assert others == [first] * 3
 
 
+@pytest.mark.proves("TP 4")
 def test_tp_4_answers_equal_those_without_kvpp_bit_for_bit(tp_4_runs: dict[bool, EngineRun]) -> None:
     assert tp_4_runs[True].answers(0) == tp_4_runs[False].answers(0)
     assert all(report["counters"]["transfers"] > 0 for report in tp_4_runs[True].actions[1])
@@ -62,6 +63,7 @@ def deep_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]
     return {is_on: run(is_on, tmp_path_factory.mktemp("run")) for is_on in (False, True)}
 
 
+@pytest.mark.proves("TP 8")
 def test_61_layers_on_8_ranks_hold_6_times_the_tokens_in_vllms_own_log(deep_runs: dict[bool, EngineRun]) -> None:
     off, on = deep_runs[False], deep_runs[True]
     assert f"KV cache size: {off.num_tokens:,} tokens" in off.log

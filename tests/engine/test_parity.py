@@ -30,6 +30,7 @@ NUM_LAYERS = 8
 PAGE_BYTES = 16 * 576 * 4  # block size x latent width x float32
 
 
+@pytest.mark.proves("TP 2", "model runner V1", "the `LLM` class")
 @pytest.mark.parametrize(
     ("off_index", "on_index"),
     [(OFF_WORKLOAD, ON_WORKLOAD), (OFF_PREFILL_ONLY, ON_PREFILL_ONLY), (OFF_AGAIN, ON_AGAIN)],

@@ -49,6 +49,7 @@ def test_the_runner_is_v2(runs: dict[bool, EngineRun]) -> None:
     assert all("Using V2 Model Runner" in run.log for run in runs.values())
 
 
+@pytest.mark.proves("model runner V2", "chunked prefill", "prefix caching")
 @pytest.mark.parametrize("index", [FIRST, AGAIN], ids=["chunked prefill", "prefix hits"])
 def test_token_ids_and_logprobs_equal_those_without_kvpp_bit_for_bit(runs: dict[bool, EngineRun], index: int) -> None:
     assert runs[True].answers(index) == runs[False].answers(index)
@@ -108,6 +109,7 @@ def mtp_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]:
     }
 
 
+@pytest.mark.proves("model runner V2", "MTP")
 def test_answers_with_drafts_equal_those_without_kvpp_bit_for_bit(mtp_runs: dict[bool, EngineRun]) -> None:
     assert mtp_runs[True].answers(0) == mtp_runs[False].answers(0)
 

@@ -1,4 +1,4 @@
-"""Collect which tests carry the name of which row; as a script, print docs/support-matrix.md's table."""
+"""Collect which tests carry the name of which row of docs/support-matrix.md."""
 
 import contextlib
 import io
@@ -6,10 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from support_matrix import describe_table
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("tests/engine", "tests/contracts", "tests/distributed", "tests/unit/vllm_seam")
+FOLDERS = ("tests/engine", "tests/contracts", "tests/unit/plan", "tests/unit/vllm_seam")
 
 
 class _Collector:
@@ -18,9 +17,16 @@ class _Collector:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            for mark in item.iter_markers("proves"):
+            for node, mark in item.iter_markers_with_node("proves"):
                 for name in mark.args:
-                    self.proofs[name].add(item.nodeid.partition("[")[0])
+                    self.proofs[name].add(_shorten(node.nodeid))
+
+
+def _shorten(node_id: str) -> str:
+    """A named case of a file, or else the test; a marked class stands for its tests."""
+    test, _, case = node_id.removesuffix("]").partition("[")
+    file = test.partition("::")[0]
+    return f"{file} [{case}]" if " " in case or case.isalpha() else test
 
 
 def collect_proofs() -> dict[str, list[str]]:
@@ -40,7 +46,3 @@ def collect_proofs() -> dict[str, list[str]]:
     if status != pytest.ExitCode.OK:
         raise RuntimeError(f"the tests cannot be collected:\n{said.getvalue()[-3000:]}")
     return {name: sorted(tests) for name, tests in collector.proofs.items()}
-
-
-if __name__ == "__main__":
-    print(describe_table(collect_proofs()))

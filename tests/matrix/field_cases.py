@@ -3,8 +3,11 @@
 `tests` are names of test functions anywhere below `tests/`; a contract test holds that each exists.
 """
 
+import ast
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 TEST = "test"
 REFUSED = "refused"
@@ -291,11 +294,29 @@ FIELD_CASES: tuple[FieldCase, ...] = (
 )
 
 
-def describe_table(places: Mapping[str, str], cases: Sequence[FieldCase] = FIELD_CASES) -> str:
+def find_places(tests: Path) -> dict[str, list[str]]:
+    """Map the names of all test functions below `tests` to the files that have one of that name.
+
+    Raises:
+        LookupError: a name that a case gives stands in no file.
+    """
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(tests.glob("**/test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                places[node.name].append(str(path.relative_to(tests.parent)))
+    for case in FIELD_CASES:
+        for name in case.tests:
+            if not places[name]:
+                raise LookupError(f"{case.fault}: no test is called {name}")
+    return dict(places)
+
+
+def describe_table(places: Mapping[str, Sequence[str]], cases: Sequence[FieldCase] = FIELD_CASES) -> str:
     """The table of docs/field-cases.md, as Markdown; `places` maps names of test functions to their files."""
     rows = [
         f"| [{case.fault}]({case.source}) | {case.answer} | {case.because} | "
-        f"{'<br>'.join(f'`{places[name]}::{name}`' for name in case.tests)} |"
+        f"{'<br>'.join(f'`{place}::{name}`' for name in case.tests for place in places[name])} |"
         for case in cases
     ]
     return "\n".join(("| What users met | Here | Because | Tests |", "|---|---|---|---|", *rows))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 ENGINE = "engine"
 NOT_RUN = "not run here"
-REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,14 @@ FEATURES: tuple[Feature, ...] = (
     Feature("unequal free memory", ENGINE, "one rank has half; all take the smaller count"),
     Feature("the `LLM` class", ENGINE, "every row but the next"),
     Feature("`vllm serve`", ENGINE, "the demo, over the OpenAI API"),
+    Feature("asynchronous scheduling", NOT_RUN, "needs a device: vLLM turns it off on CPU"),
+    Feature("PIECEWISE graphs on a device", NOT_RUN, "needs CUDA graphs"),
+    Feature("prefill context parallelism (PCP)", NOT_RUN, "needs a device; with runner V2 only, and with a warning"),
+    Feature("Ray", NOT_RUN, "needs several machines, or Ray on one"),
+    Feature("NCCL, HCCL and other devices", NOT_RUN, "needs a device; streams are tested on recorded calls"),
+    Feature("`dspark` drafts", NOT_RUN, "needs a draft checkpoint and kernels of a device; fixed number of tokens"),
+    Feature("`fp8_ds_mla` caches", NOT_RUN, "needs kernels of a device; placed by vLLM's own allocator"),
+    Feature("LI-C8 and SFA-C8 layouts", NOT_RUN, "stock vLLM has none; as component layouts in the plan"),
 )
 
 

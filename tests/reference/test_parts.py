@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mla_cpu_reference.parts import PARTS, UnknownPartError, describe_table, selected_parts
@@ -33,3 +34,7 @@ def test_the_plugin_changes_nothing_without_a_name() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin"}, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_the_readme_has_the_table() -> None:
+    assert describe_table() in (Path(__file__).parents[2] / "reference/README.md").read_text()

@@ -49,6 +49,12 @@ PARTS: tuple[Part, ...] = (
         removable_when="CPUUnquantizedExperts.apply uses `expert_map` (not in 0.33.0).",
     ),
     Part(
+        name="data_parallel",
+        provides="data parallelism with expert parallelism",
+        because="CpuCommunicator has no `all_gatherv` and `reduce_scatterv`, which its all-to-all manager calls.",
+        removable_when="CpuCommunicator has both (not in 0.33.0).",
+    ),
+    Part(
         name="piecewise",
         provides="compilation in pieces, cut at the cache update and attention",
         because="CpuPlatform.check_and_update_config replaces mode VLLM_COMPILE by DYNAMO_TRACE_ONCE.",

@@ -58,6 +58,7 @@ def plan_sparse(*, has_scales_apart, num_layers=6, group_size=2):
     return plan_cache(caches, group_size=group_size)
 
 
+@pytest.mark.proves("LI-C8 and SFA-C8 layouts")
 def test_scales_apart_become_components_of_the_same_bundle():
     bundle = plan_sparse(has_scales_apart=True).bundles[0]
 
@@ -69,6 +70,7 @@ def test_scales_apart_become_components_of_the_same_bundle():
     ]
 
 
+@pytest.mark.proves("LI-C8 and SFA-C8 layouts")
 def test_components_lie_one_behind_the_other_each_with_all_its_blocks():
     placed = place(plan_sparse(has_scales_apart=True), 0, num_blocks=10).bundles[0]
     ends = [component.range.end for component in placed.components]

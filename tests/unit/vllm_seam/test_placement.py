@@ -123,6 +123,7 @@ def test_every_foreign_kind_of_cache_is_named_once():
         describe_caches({"layers.0.a": SLIDING, "layers.1.a": FULL, "layers.2.a": FULL})
 
 
+@pytest.mark.proves("`fp8_ds_mla` caches")
 @STAGES
 @RANKS
 def test_vllm_puts_every_cache_where_the_plan_says_in_one_buffer(specs, group_rank):
@@ -137,6 +138,7 @@ def test_vllm_puts_every_cache_where_the_plan_says_in_one_buffer(specs, group_ra
         assert cache.numel() * cache.element_size() == placed.range.num_bytes
 
 
+@pytest.mark.proves("`fp8_ds_mla` caches")
 @STAGES
 @RANKS
 def test_writing_a_block_through_vllms_view_shows_at_the_same_block_of_ours(specs, group_rank):
