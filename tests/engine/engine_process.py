@@ -111,9 +111,16 @@ def write_plugin(folder: Path, name: str) -> None:
 
 
 def run_process(
-    command: list[str], environment: dict[str, str], log_path: Path, timeout_seconds: float
+    command: list[str],
+    environment: dict[str, str],
+    log_path: Path,
+    timeout_seconds: float,
+    grace_seconds: float = 5,
 ) -> ProcessResult:
-    """Run a command to its end or its limit; everything it started is gone afterwards."""
+    """Run a command to its end or its limit; everything it started is gone afterwards.
+
+    What is left of it after `grace_seconds` is killed.
+    """
     started = time.monotonic()
     with log_path.open("w") as log:
         process = subprocess.Popen(
@@ -123,7 +130,7 @@ def run_process(
         try:
             returncode = family.wait(process, timeout_seconds)
         finally:
-            leftovers = family.end()
+            leftovers = family.end(grace_seconds)
     return ProcessResult(returncode, log_path.read_text(errors="replace"), time.monotonic() - started, leftovers)
 
 
@@ -150,8 +157,8 @@ class _Family:
             except psutil.NoSuchProcess:
                 continue
 
-    def end(self) -> list[int]:
-        _, alive = psutil.wait_procs(list(self._known.values()), timeout=5)
+    def end(self, grace_seconds: float) -> list[int]:
+        _, alive = psutil.wait_procs(list(self._known.values()), timeout=grace_seconds)
         for process in alive:
             try:
                 process.send_signal(signal.SIGKILL)
@@ -184,7 +191,8 @@ def run_engine(
     task_path.write_text(json.dumps({"engine": engine, "actions": actions}))
     command = [sys.executable, str(HERE / "llm_script.py"), str(task_path), str(result_path)]
     environment = {**engine_environment(num_workers, folder, reference), **environment}
-    result = run_process(command, environment, folder / "engine.log", timeout_seconds)
+    # The script has written its result; how its workers end is not what these tests look at.
+    result = run_process(command, environment, folder / "engine.log", timeout_seconds, grace_seconds=0.2)
     assert result.returncode == 0, f"the engine failed:\n{result.output[-6000:]}"
     said = json.loads(result_path.read_text())
     return EngineRun(**said, log=result.output)

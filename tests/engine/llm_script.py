@@ -1,6 +1,7 @@
 """Run one `vllm.LLM` as told by a JSON file, and write what it answered to another. Usage: llm_script.py IN OUT."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ def main() -> None:
         "actions": [_run(llm, action) for action in task["actions"]],
     }
     Path(sys.argv[2]).write_text(json.dumps(result))
+    # Not by the usual way out, on which vLLM waits some seconds for each worker.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
