@@ -45,6 +45,8 @@ class Deployment:
     uses_fault_tolerance: bool = False
     uses_sleep_mode: bool = False
     uses_hisparse: bool = False
+    uses_offloading: bool = False
+    has_mixed_cache_types: bool = False
     kv_cache_layout: str | None = None
 
     @property
@@ -99,7 +101,12 @@ def _refuse_parallelism(deployment: Deployment) -> Iterator[str]:
 def _refuse_connectors(deployment: Deployment) -> Iterator[str]:
     if deployment.kv_role == "kv_consumer":
         yield "KVPP must be disabled on the decode-only node. (kv_role is kv_consumer; set enable_kvpp to false there)"
-    if deployment.kv_connector is None:
+    if deployment.uses_offloading:
+        yield (
+            "KVPP does not support offloading of the KV cache: it would copy scratch buffers as if they were cache. "
+            "(kv_offloading_size is set; remove --kv-offloading-size)"
+        )
+    if deployment.kv_connector is None or deployment.uses_offloading:
         return
     if deployment.kv_connector != PREFILL_CONNECTOR:
         yield (
@@ -162,6 +169,11 @@ def _refuse_model(deployment: Deployment) -> Iterator[str]:
         yield (
             "KVPP supports sparse attention in eager execution only: compiled code reaches the indexer's cache without "
             f"waiting for it. ({deployment.architecture} has an attention indexer; {RUN_EAGERLY})"
+        )
+    if deployment.has_mixed_cache_types:
+        yield (
+            "KVPP needs one cache type for all layers: layers of different page sizes would share a scratch buffer. "
+            "(kv_cache_dtype_skip_layers is set; remove --kv-cache-dtype-skip-layers)"
         )
     if deployment.uses_hisparse:
         yield (

@@ -22,7 +22,7 @@ def proofs() -> dict[str, list[str]]:
 def test_every_row_is_carried_by_a_test_of_its_kind(
     proofs: dict[str, list[str]], feature: support_matrix.Feature
 ) -> None:
-    folder = {support_matrix.ENGINE: "tests/engine/", support_matrix.NOT_RUN: "tests/"}[feature.proof]
+    folder = "tests/" if feature.proof == support_matrix.NOT_RUN else "tests/engine/"
     assert [test for test in proofs[feature.name] if test.startswith(folder)]
 
 

@@ -13,12 +13,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def tp_4_runs(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]:
-    """The recall model on 4 ranks, keyed by KVPP on. Actions: workload, then fingerprints (off) or reports (on)."""
+    """The recall model on 4 ranks, keyed by KVPP on.
+
+    Actions: workload, then fingerprints (off), or reports and the workload with transfers stopped (on).
+    """
 
     def run(is_on: bool, folder: Path) -> EngineRun:
         write_plugin(folder, "rank_equal_sums")
         engine = {**RECALL_ENGINE, "tensor_parallel_size": 4, "additional_config": kvpp(is_on)}
-        return run_engine(engine, [workload, REPORT if is_on else rpc("digest_caches")], folder, timeout_seconds=400)
+        rest = [REPORT, rpc("sabotage_transfers", []), workload] if is_on else [rpc("digest_caches")]
+        return run_engine(engine, [workload, *rest], folder, timeout_seconds=400)
 
     return {is_on: run(is_on, tmp_path_factory.mktemp("tp4")) for is_on in (False, True)}
 
@@ -33,6 +37,11 @@ def test_without_kvpp_all_ranks_hold_the_same_cache(tp_4_runs: dict[bool, Engine
 def test_tp_4_answers_equal_those_without_kvpp_bit_for_bit(tp_4_runs: dict[bool, EngineRun]) -> None:
     assert tp_4_runs[True].answers(0) == tp_4_runs[False].answers(0)
     assert all(report["counters"]["transfers"] > 0 for report in tp_4_runs[True].actions[1])
+
+
+@pytest.mark.proves("TP 4")
+def test_tp_4_answers_differ_when_nothing_is_moved(tp_4_runs: dict[bool, EngineRun]) -> None:
+    assert tp_4_runs[True].answers(3) != tp_4_runs[False].answers(0)
 
 
 def test_four_ranks_own_two_layers_each_and_hold_twice_the_tokens(tp_4_runs: dict[bool, EngineRun]) -> None:

@@ -86,6 +86,11 @@ CASES = (
         is_eager=False,
         pretend_graphs=True,
     ),
+    Case(
+        "offloading",
+        ("does not support offloading", "remove --kv-offloading-size"),
+        ("--kv-offloading-size", "1"),
+    ),
     Case("not MLA", ("only non-hybrid MLA models.", "LlamaForCausalLM does not use MLA"), model="llama"),
     Case("hybrid", ("only non-hybrid MLA models.", "is hybrid"), model="hybrid"),
     Case(
@@ -255,5 +260,6 @@ def test_an_override_below_one_request_is_refused(tmp_path: Path, models: dict[s
     )
     result = _serve(tmp_path, models["mla"], "--additional-config", json.dumps(KVPP), *arguments)
     assert result.returncode != 0
-    assert "num_gpu_blocks_override is 20, but one request of max_model_len 512 needs 33 blocks" in result.output
+    # By vLLM itself, which plans with the override.
+    assert "max seq len (512)" in result.output
     assert result.leftovers == []

@@ -90,7 +90,8 @@ def test_a_dummy_run_is_no_step_and_made_up_requests_are_steps_alike_on_every_ra
 def _mtp_workload() -> dict[str, Any]:
     generator = random.Random(7)
     prompts = [[generator.randrange(2, 512) for _ in range(length)] for length in (20, 33, 48)]
-    return {"kind": "generate", "prompts": prompts, "lengths": [10, 12, 14]}
+    requests = [{"prompt": prompt, "max_tokens": 10 + 2 * index} for index, prompt in enumerate(prompts)]
+    return {"kind": "serve", "name": "drafts", "requests": requests}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,10 @@ def mtp_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]:
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
     }
     actions = [_mtp_workload()]
-    sabotage = [REPORT, rpc("sabotage_transfers", []), _mtp_workload()]
+    sabotage = [
+        *(REPORT, rpc("sabotage_transfers", []), _mtp_workload()),
+        *(rpc("restore_transfers"), rpc("forget_drafts"), _mtp_workload()),
+    ]
     return {
         is_on: _run(engine, tmp_path_factory.mktemp("v2"), is_on, actions + sabotage * is_on, [])
         for is_on in (False, True)
@@ -110,12 +114,20 @@ def mtp_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]:
 
 
 @pytest.mark.proves("model runner V2", "MTP")
-def test_answers_with_drafts_equal_those_without_kvpp_bit_for_bit(mtp_runs: dict[bool, EngineRun]) -> None:
-    assert mtp_runs[True].answers(0) == mtp_runs[False].answers(0)
+def test_steps_and_answers_with_drafts_equal_those_without_kvpp_bit_for_bit(mtp_runs: dict[bool, EngineRun]) -> None:
+    on, off = mtp_runs[True].actions[0], mtp_runs[False].actions[0]
+    assert on["answers"] == off["answers"]
+    # Accepted drafts save steps, so as many were accepted.
+    assert on["schedule"] == off["schedule"]
+    assert len(on["schedule"]) < 14
 
 
 def test_answers_with_drafts_differ_when_target_layers_are_not_moved(mtp_runs: dict[bool, EngineRun]) -> None:
     assert mtp_runs[True].answers(3) != mtp_runs[False].answers(0)
+
+
+def test_other_drafts_are_accepted_when_a_rank_loses_its_draft_cache(mtp_runs: dict[bool, EngineRun]) -> None:
+    assert mtp_runs[True].actions[6]["schedule"] != mtp_runs[False].actions[0]["schedule"]
 
 
 def test_draft_layers_of_the_speculator_own_no_layer(mtp_runs: dict[bool, EngineRun]) -> None:

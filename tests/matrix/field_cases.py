@@ -285,7 +285,7 @@ FIELD_CASES: tuple[FieldCase, ...] = (
         _github("vllm-project/vllm/issues/35541"),
         "With a block count by override below one request, requests hang",
         TEST,
-        "KVPP refuses an override below one request of max_model_len; above what fits, too.",
+        "vLLM refuses an override below one request, and KVPP one above what fits.",
         (
             "test_an_override_below_one_request_is_refused",
             "test_an_override_beyond_the_memory_is_refused",

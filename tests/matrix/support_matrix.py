@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ENGINE = "engine"
+CAPACITY = "engine, capacity"
 NOT_RUN = "not run here"
 
 
@@ -23,7 +24,7 @@ class Feature:
 FEATURES: tuple[Feature, ...] = (
     Feature("TP 2", ENGINE, "8 layers; every other row builds on it"),
     Feature("TP 4", ENGINE, "with sums that are equal on all ranks, see decision 0007"),
-    Feature("TP 8", ENGINE, "61 layers, capacity only"),
+    Feature("TP 8", CAPACITY, "61 layers"),
     Feature("pipeline parallelism", ENGINE, "PP 2 × TP 2, stages of 7 and 6 layers"),
     Feature("expert parallelism", ENGINE, "TP 2, 8 experts"),
     Feature("data parallelism", ENGINE, "DP 2 × TP 2 with experts, one replica idle"),
@@ -52,7 +53,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("prefill context parallelism (PCP)", NOT_RUN, "needs a device; with runner V2 only, and with a warning"),
     Feature("Ray", NOT_RUN, "needs several machines, or Ray on one"),
     Feature("NCCL, HCCL and other devices", NOT_RUN, "needs a device; streams are tested on recorded calls"),
-    Feature("`dspark` drafts", NOT_RUN, "needs a draft checkpoint and kernels of a device; fixed number of tokens"),
+    Feature(
+        "`dspark` drafts", NOT_RUN, "no draft of vLLM 0.32 or 0.33 fits: all have other caches, or a hybrid target"
+    ),
     Feature("`fp8_ds_mla` caches", NOT_RUN, "needs kernels of a device; placed by vLLM's own allocator"),
     Feature("LI-C8 and SFA-C8 layouts", NOT_RUN, "stock vLLM has none; as component layouts in the plan"),
 )

@@ -82,6 +82,16 @@ CASES = {
         "DeepseekV32ForCausalLM has an attention indexer; add --enforce-eager",
         {"is_sparse": True, "architecture": "DeepseekV32ForCausalLM", "compile_mode": "VLLM_COMPILE"},
     ),
+    "mixed": (
+        "KVPP needs one cache type for all layers",
+        "kv_cache_dtype_skip_layers is set; remove --kv-cache-dtype-skip-layers",
+        {"has_mixed_cache_types": True},
+    ),
+    "offloading": (
+        "KVPP does not support offloading of the KV cache",
+        "kv_offloading_size is set; remove --kv-offloading-size",
+        {"uses_offloading": True, "kv_connector": "OffloadingConnector"},
+    ),
     "hisparse": ("KVPP does not support HiSparse", "hisparse_config is set; remove it", {"uses_hisparse": True}),
     "ngram": (METHOD, "method is ngram", {"speculation": Speculation("ngram")}),
     "eagle3": (METHOD, "method is eagle3", {"speculation": Speculation("eagle3")}),
@@ -100,7 +110,7 @@ CASE_IDS = list(CASES)
 SETTINGS = re.compile(
     r"decode_context_parallel_size|prefill_context_parallel_size|enable_dbo|enable_elastic_ep|enable_fault_tolerance|kv_role|kv_connector"
     r"|cudagraph_mode|VLLM_USE_BREAKABLE_CUDAGRAPH|splitting_ops|\bmode is\b|--enforce-eager"
-    r"|enable_sleep_mode|hisparse_config|VLLM_KV_CACHE_LAYOUT|enable_kvpp"
+    r"|enable_sleep_mode|hisparse_config|kv_offloading_size|kv_cache_dtype_skip_layers|VLLM_KV_CACHE_LAYOUT|enable_kvpp"
     r"|\bmethod is\b|num_speculative_tokens_per_batch_size|enable_adaptive_verification"
 )
 

@@ -39,6 +39,8 @@ def describe_deployment(vllm_config: VllmConfig) -> Deployment:
         uses_elastic_ep=parallel.enable_elastic_ep,
         uses_fault_tolerance=parallel.enable_fault_tolerance,
         uses_sleep_mode=model.enable_sleep_mode,
+        uses_offloading=vllm_config.cache_config.kv_offloading_size is not None,
+        has_mixed_cache_types=bool(vllm_config.cache_config.kv_cache_dtype_skip_layers),
         uses_hisparse=vllm_config.attention_config.hisparse_config is not None,
         kv_cache_layout=envs.VLLM_KV_CACHE_LAYOUT,
     )

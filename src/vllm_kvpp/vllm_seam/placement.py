@@ -1,6 +1,6 @@
 """Cache specs in, KV cache tensors out: the plan in vLLM's terms."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,22 @@ from vllm_kvpp.transport.base import BundleMemory
 from vllm_kvpp.vllm_seam.wait_points import in_order_of_access
 
 
-def describe_caches(specs: Mapping[str, KVCacheSpec]) -> tuple[LayerCache, ...]:
+def describe_caches(specs: Mapping[str, KVCacheSpec], draft_names: Set[str] = frozenset()) -> tuple[LayerCache, ...]:
     """Translate vLLM's cache specs.
 
     Raises:
         KVPPConfigError: a layer's cache is of another kind than MLA.
     """
-    foreign = sorted({type(spec).__name__ for spec in specs.values() if type(spec) is not MLAAttentionSpec})
+    foreign = {name: type(spec).__name__ for name, spec in specs.items() if type(spec) is not MLAAttentionSpec}
+    kinds = ", ".join(sorted(set(foreign.values())))
+    if foreign and foreign.keys() <= draft_names:
+        raise KVPPConfigError(
+            [
+                "KVPP supports draft layers with MLA caches only. "
+                f"(the draft model has caches of the kind {kinds}; remove --speculative-config)"
+            ]
+        )
     if foreign:
-        kinds = ", ".join(foreign)
         raise KVPPConfigError(
             [
                 f"KVPP currently supports only non-hybrid MLA models. "

@@ -54,7 +54,7 @@ class KVPPSession:
                 ]
             )
         draft_names = find_draft_names(self._vllm_config, specs, model_runner)
-        plan = plan_cache(describe_caches(specs), group_size=self._group.size, draft_names=draft_names)
+        plan = plan_cache(describe_caches(specs, draft_names), group_size=self._group.size, draft_names=draft_names)
         self._group.check_agreement("the cache plan", plan.digest)
         self._plan = plan
         self._available_bytes = available_bytes
@@ -72,13 +72,6 @@ class KVPPSession:
         model = self._vllm_config.model_config
         # vLLM holds one block back. With max_model_len -1 it shortens the length itself.
         needed = -(-model.max_model_len // block_size) + 1 if model.original_max_model_len != -1 else 2
-        # A request that can never have its blocks would wait for ever.
-        if override is not None and override < needed:
-            raise KVPPBudgetError(
-                f"num_gpu_blocks_override is {override}, but one request of max_model_len {model.max_model_len} needs "
-                f"{needed} blocks. Raise num_gpu_blocks_override to {needed} or more, or lower max_model_len to "
-                f"{max(override - 1, 0) * block_size} or less."
-            )
         if override is None and num_blocks < needed:
             raise KVPPBudgetError(
                 f"One request of max_model_len {model.max_model_len} needs {needed} blocks, but with KVPP {num_blocks} "

@@ -192,6 +192,12 @@ SEAM: tuple[SeamSymbol, ...] = (
         fields=("kv_connector", "kv_role"),
     ),
     SeamSymbol(
+        path="vllm.config:CacheConfig",
+        because="num_gpu_blocks_override is held against what fits; offloading and mixed cache types are refused.",
+        removable_when="Never: it is vLLM's configuration.",
+        fields=("num_gpu_blocks_override", "kv_offloading_size", "kv_cache_dtype_skip_layers"),
+    ),
+    SeamSymbol(
         path="vllm.config:CacheConfig.get_resolved_kv_cache_layout",
         because="Only layer-outermost layouts keep a bundle in one contiguous range.",
         removable_when="vLLM fixes the layout of MLA caches.",

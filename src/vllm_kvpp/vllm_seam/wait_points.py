@@ -33,14 +33,16 @@ def attach_waits(
     Raises:
         KVPPSeamError: a cache has no place to wait before it.
     """
-    *early, attention = in_order_of_access(names, modules)
-    if not _updates_its_cache(modules[attention]):
+    ordered = in_order_of_access(names, modules)
+    attentions = [name for name in ordered if _updates_its_cache(modules[name])]
+    early = [name for name in ordered if name not in attentions]
+    if not attentions:
         raise KVPPSeamError(
-            f"KVPP has no place to wait before {attention}: {type(modules[attention]).__name__} has no "
+            f"KVPP has no place to wait before {early[-1]}: {type(modules[early[-1]]).__name__} has no "
             "prepare_kv_cache_update."
         )
-    if _has_its_own_forward(modules[attention]):
-        _wait_before_module(modules[attention], (*early, attention), before_layer)
+    if _has_its_own_forward(modules[attentions[0]]):
+        _wait_before_module(modules[attentions[0]], ordered, before_layer)
         return
     indexers = find_indexers(model) if early else {}
     for name in early:
@@ -49,7 +51,9 @@ def attach_waits(
                 f"KVPP has no place to wait before {name}: no indexer of the model reads and writes it by itself."
             )
         _wait_before_module(indexers[name], (name,), before_layer)
-    _wait_before_cache_update(modules[attention], attention, before_layer)
+    # A layer may hold several attentions, one behind the other.
+    for name in attentions:
+        _wait_before_cache_update(modules[name], name, before_layer)
 
 
 def find_indexers(model: Any) -> dict[str, Any]:

@@ -37,11 +37,16 @@ def make_config(*, parallel=None, model=None, text_config=None, **changes):
     parts = {
         "compilation_config": CompilationConfig(mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.NONE),
         "attention_config": SimpleNamespace(hisparse_config=None),
+        "cache_config": cache_config(),
         "kv_transfer_config": None,
         "speculative_config": None,
         "use_v2_model_runner": False,
     } | changes
     return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **parts)
+
+
+def cache_config(**changes):
+    return SimpleNamespace(**({"kv_offloading_size": None, "kv_cache_dtype_skip_layers": []} | changes))
 
 
 def speculative_config(method="mtp", *, varying=None, adaptive=False):
@@ -77,6 +82,8 @@ def test_an_eager_mla_model_is_described_with_its_sizes():
         ({"text_config": {"compress_ratios": None}}, "is_hybrid", False),
         ({"text_config": {"index_topk": 2048}}, "is_sparse", True),
         ({"attention_config": SimpleNamespace(hisparse_config=object())}, "uses_hisparse", True),
+        ({"cache_config": cache_config(kv_offloading_size=4.0)}, "uses_offloading", True),
+        ({"cache_config": cache_config(kv_cache_dtype_skip_layers=["0"])}, "has_mixed_cache_types", True),
         ({"text_config": {"index_topk": None}}, "is_sparse", False),
         ({"speculative_config": speculative_config()}, "speculation", Speculation("mtp")),
         (

@@ -123,6 +123,16 @@ def test_every_foreign_kind_of_cache_is_named_once():
         describe_caches({"layers.0.a": SLIDING, "layers.1.a": FULL, "layers.2.a": FULL})
 
 
+def test_a_draft_with_a_cache_of_another_kind_is_refused_with_the_remedy_for_drafts():
+    with pytest.raises(KVPPConfigError, match=r"draft layers with MLA caches only.*FullAttentionSpec; remove --spec"):
+        describe_caches({**DENSE, "draft.layers.0.attn": FULL}, frozenset({"draft.layers.0.attn"}))
+
+
+def test_a_target_with_a_cache_of_another_kind_is_refused_whatever_the_draft_has():
+    with pytest.raises(KVPPConfigError, match="only non-hybrid MLA models"):
+        describe_caches({"layers.0.a": SLIDING, "draft.layers.0.attn": FULL}, frozenset({"draft.layers.0.attn"}))
+
+
 @pytest.mark.proves("`fp8_ds_mla` caches")
 @STAGES
 @RANKS

@@ -157,21 +157,6 @@ def test_a_length_that_vllm_may_shorten_itself_is_not_refused(make_session, make
     assert session.plan_budget(make_specs(), AVAILABLE, FakeRunner()) > 0
 
 
-def test_an_override_below_one_request_is_refused_with_the_number_and_the_length_that_help(make_session, make_specs):
-    session = make_session(make_config(override=64, max_model_len=1024))
-
-    with pytest.raises(KVPPBudgetError) as caught:
-        session.plan_budget(make_specs(), AVAILABLE, FakeRunner())
-    assert "num_gpu_blocks_override is 64, but one request of max_model_len 1024 needs 65 blocks." in str(caught.value)
-    assert str(caught.value).endswith("to 65 or more, or lower max_model_len to 1008 or less.")
-
-
-def test_an_override_of_just_one_request_is_fine(make_session, make_specs):
-    session = make_session(make_config(override=65, max_model_len=1024))
-
-    assert session.plan_budget(make_specs(), AVAILABLE, FakeRunner()) > 0
-
-
 def test_more_blocks_by_override_than_fit_are_refused_with_the_number_that_does(make_session, make_specs):
     session = make_session(make_config(override=100_000))
     num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE)

@@ -73,6 +73,16 @@ def test_a_layer_without_an_indexer_waits_before_its_cache_update():
     assert layer.log == [f"wait {ATTENTION}", "update"]
 
 
+def test_each_of_two_attentions_of_a_layer_waits_before_its_cache_update():
+    log = []
+    modules = {f"layers.0.self_attn.{index}.attn": PlainAttention(log) for index in range(2)}
+    attach_waits(tuple(modules), modules, torch.nn.Module(), lambda name: log.append(f"wait {name}"))
+    for module in modules.values():
+        module.prepare_kv_cache_update(None)
+
+    assert log == ["wait layers.0.self_attn.0.attn", "update", "wait layers.0.self_attn.1.attn", "update"]
+
+
 def test_an_indexer_waits_before_it_scores():
     layer = Layer()
     layer.attach()
