@@ -83,7 +83,8 @@ FIELD_CASES: tuple[FieldCase, ...] = (
         _github("sgl-project/sglang/pull/30666"),
         "Servers that do not use the feature crash in it",
         TEST,
-        "Switched off, the worker, its groups and its hooks are vLLM's own, and only the configuration hook is loaded.",
+        "Switched off, the worker, its groups and its hooks are vLLM's own, and only the configuration hook is loaded. "
+        "The runs without it include TP 4 and 8, PP 2 × TP 2 and DP 2 × TP 2.",
         (
             "test_with_kvpp_off_the_workers_are_vllms_own",
             "test_with_kvpp_off_only_the_configuration_hook_is_loaded",
