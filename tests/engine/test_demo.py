@@ -43,4 +43,5 @@ def test_answers_over_http_are_wrong_while_transfers_are_broken_and_right_again_
 
 def test_the_server_has_the_tokens_that_the_plan_promised(document: dict[str, Any]) -> None:
     assert document["on"]["num_blocks"] == document["on"]["num_blocks_expected"]
-    assert document["factor"] == document["factor_expected"] > 1.3
+    # Two of eight layers less to store, less the alignment of one buffer, which weighs in a small pool.
+    assert document["factor"] == document["factor_expected"] > 1.25

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 from engine_process import EngineRun, run_engine
+from hugging_face import largest_logprob_error
 from recall_runs import RECALL_ENGINE, REPORT, kvpp, rpc
+
+from vllm_kvpp.demo.recall_task import CHECKPOINT_DIR
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -134,6 +137,9 @@ class Pair:
     def served(self, run: EngineRun, scenario: Scenario) -> Any:
         return run.actions[self._index[scenario.name]]
 
+    def answers_off(self, scenario: Scenario) -> tuple[Any, ...]:
+        return self.off.answers(self._index[scenario.name])
+
     def served_sabotaged(self, scenario: Scenario) -> Any:
         return self.on.actions[self._num_actions + 2 + self._index[scenario.name]]
 
@@ -163,6 +169,15 @@ def test_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
     off, on = pair.served(pair.off, scenario), pair.served(pair.on, scenario)
     assert on["schedule"] == off["schedule"]
     assert on["answers"] == off["answers"]
+
+
+@pytest.mark.parametrize(
+    "name", ["chunks of 16", "chunks of 99", "prefix hits", "prefix hits in chunks", "evictions", "preemptions"]
+)
+def test_answers_without_kvpp_are_those_of_the_hugging_face_model(pairs: Pairs, name: str) -> None:
+    pool, scenario = _scenario(name)
+    prompts = [request["prompt"] for request in scenario.requests]
+    assert largest_logprob_error(CHECKPOINT_DIR, prompts, pairs[pool].answers_off(scenario)) < 1e-4
 
 
 @pytest.mark.parametrize(("pool", "scenario"), SCENARIOS)
