@@ -77,12 +77,11 @@ CASES = (
     FeatureCase(
         "pipeline parallel",
         lambda folder: write_mtp_checkpoint(folder, num_layers=sum(STAGES)),
-        {"pipeline_parallel_size": 2, **_speculate(1)},
+        # Without drafts: with them vLLM's runner V1 does not start on the stages that make none.
+        {"pipeline_parallel_size": 2},
         ("chunked_prefill", "pipeline_parallel"),
         {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, STAGES))},
-        faults=(NOTHING_MOVED, DRAFTS_FORGOTTEN),
-        has_drafts=True,
-        proves=("pipeline parallelism", "MTP"),
+        proves=("pipeline parallelism",),
     ),
     FeatureCase(
         "expert parallel",

@@ -127,11 +127,6 @@ def test_every_stage_moves_its_own_layers_only(get_pair: Any) -> None:
         assert report["counters"]["transfers"] == num_layers * report["counters"]["steps_with_history"] > 0
 
 
-def test_drafts_are_kept_by_the_stage_that_makes_them(get_pair: Any) -> None:
-    drafts = [report["bytes_per_block"]["draft"] for report in _reports(get_pair("pipeline parallel"))]
-    assert drafts == [0, 0, LATENT_PAGE, LATENT_PAGE]
-
-
 def test_every_rank_has_draft_caches_in_its_budget_and_they_own_no_layer(get_pair: Any) -> None:
     reports = _reports(get_pair("mtp"))
     assert [report["bytes_per_block"]["draft"] for report in reports] == [LATENT_PAGE, LATENT_PAGE]
