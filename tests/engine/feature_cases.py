@@ -36,7 +36,11 @@ class FeatureCase:
     reference: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     plugin: str | None = None
+    # Asked of the run without KVPP behind the workload.
+    probes: tuple[str, ...] = ()
     faults: tuple[tuple[Any, ...], ...] = (NOTHING_MOVED,)
+    # Whether the Hugging Face model of the checkpoint computes the same: without rounding of the cache or of weights.
+    equals_hugging_face: bool = False
     has_drafts: bool = False
     proves: tuple[str, ...] = ()
 
@@ -65,7 +69,14 @@ def make_workload() -> dict[str, Any]:
 
 
 def _piecewise(**changes: Any) -> dict[str, Any]:
-    return {"enforce_eager": False, "compilation_config": {"mode": 3, "custom_ops": ["none"], **changes}}
+    return {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 3, "custom_ops": ["none"], **changes},
+        "worker_extension_cls": "compile_probe.CompileProbe",
+    }
+
+
+COMPILE_PROBES = ("count_graphs", "describe_compilation")
 
 
 def _speculate(num_tokens: int) -> dict[str, Any]:
@@ -81,6 +92,7 @@ CASES = (
         {"pipeline_parallel_size": 2},
         ("chunked_prefill", "pipeline_parallel"),
         {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, STAGES))},
+        equals_hugging_face=True,
         proves=("pipeline parallelism",),
     ),
     FeatureCase(
@@ -88,6 +100,7 @@ CASES = (
         lambda folder: write_moe_checkpoint(folder, num_layers=8, num_experts=8),
         {"enable_expert_parallel": True},
         ("chunked_prefill", "expert_parallel"),
+        equals_hugging_face=True,
         proves=("expert parallelism",),
     ),
     FeatureCase(
@@ -97,6 +110,7 @@ CASES = (
         ("chunked_prefill",),
         faults=(NOTHING_MOVED, DRAFTS_FORGOTTEN),
         has_drafts=True,
+        equals_hugging_face=True,
         proves=("MTP",),
     ),
     FeatureCase(
@@ -126,6 +140,8 @@ CASES = (
         engine=_piecewise(backend="eager"),
         reference=("chunked_prefill", "piecewise"),
         environment=COMPILE_AFRESH,
+        probes=COMPILE_PROBES,
+        equals_hugging_face=True,
         proves=("PIECEWISE, pieces as traced",),
     ),
     FeatureCase(
@@ -133,6 +149,8 @@ CASES = (
         engine=_piecewise(),
         reference=("chunked_prefill", "piecewise"),
         environment=COMPILE_AFRESH,
+        probes=COMPILE_PROBES,
+        equals_hugging_face=True,
         proves=("PIECEWISE, pieces by inductor",),
     ),
     FeatureCase(

@@ -1,15 +1,18 @@
 """KVPP on against off, TP 2, one engine pair for each feature: equal to the bit, and different under each fault."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_process import EngineRun, run_engine, write_plugin
 from feature_cases import CASES, DRAFTS_FORGOTTEN, METRICS, SHARED_INDEXERS, FeatureCase, make_workload
+from hugging_face import largest_logprob_error
 from recall_runs import REPORT, kvpp, rpc
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WORKLOAD, METRICS_AT, REPORT_AT, FAULTS_AT = range(4)
+PROBES_AT = 2
 FORGET = {"kind": "forget prefixes"}
 # Block size x width x bytes.
 LATENT_PAGE = 16 * 576 * 4
@@ -29,7 +32,9 @@ class Pair:
             for action in (rpc("restore_transfers"), rpc(*fault), FORGET, make_workload())
         ]
         self.case = case
-        self.off = self._run(factory, {**engine, "additional_config": kvpp(False)}, plain)
+        self.model = Path(engine["model"])
+        probes = [rpc(probe) for probe in case.probes]
+        self.off = self._run(factory, {**engine, "additional_config": kvpp(False)}, [*plain, *probes])
         self.on = self._run(factory, {**engine, "additional_config": kvpp(True)}, [*plain, REPORT, *faults])
 
     def _run(self, factory: pytest.TempPathFactory, engine: dict[str, Any], actions: list[dict[str, Any]]) -> EngineRun:
@@ -82,6 +87,13 @@ def test_schedules_and_answers_equal_those_of_a_run_without_kvpp_bit_for_bit(get
     pair = get_pair(name)
     assert pair.on.actions[WORKLOAD]["schedule"] == pair.off.actions[WORKLOAD]["schedule"]
     assert pair.on.actions[WORKLOAD]["answers"] == pair.off.actions[WORKLOAD]["answers"]
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.equals_hugging_face])
+def test_answers_without_kvpp_are_those_of_the_hugging_face_model(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    prompts = [request["prompt"] for request in make_workload()["requests"]]
+    assert largest_logprob_error(pair.model, prompts, pair.off.answers(WORKLOAD)) < 1e-4
 
 
 @FAULTS
@@ -150,6 +162,20 @@ def test_indexer_caches_are_part_of_their_layers_bundle(get_pair: Any, name: str
         assert report["bytes_per_block"]["owned"] == sum(pages)
         assert report["bytes_per_block"]["scratch"] == 2 * (LATENT_PAGE + INDEXER_PAGE)
         assert report["counters"]["transfers"] == 8 * report["counters"]["steps_with_history"] > 0
+
+
+def test_two_ranks_really_split_the_experts(get_pair: Any) -> None:
+    assert "Local/global number of experts: 4/8" in get_pair("expert parallel").on.log
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.probes])
+def test_every_layer_is_cut_twice_and_every_piece_is_compiled(get_pair: Any, name: str) -> None:
+    run = get_pair(name).off
+    for graphs, settings in zip(run.actions[PROBES_AT], run.actions[PROBES_AT + 1], strict=True):
+        num_cuts = graphs["num_piecewise_graphs_seen"] - graphs["num_piecewise_capturable_graphs_seen"]
+        assert num_cuts == 2 * 8
+        assert graphs["num_backend_compilations"] == graphs["num_piecewise_capturable_graphs_seen"] > 8
+        assert graphs[f"num_{settings['backend']}_compiles"] > 0
 
 
 def test_an_fp8_cache_holds_four_times_the_blocks_of_a_float32_one(get_pair: Any) -> None:

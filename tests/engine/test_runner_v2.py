@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from checkpoints import write_mtp_checkpoint
 from engine_process import EngineRun, run_engine
+from hugging_face import largest_logprob_error
 from recall_runs import RECALL_ENGINE, REPORT, Marking, kvpp, rpc
+
+from vllm_kvpp.demo.recall_task import CHECKPOINT_DIR
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -53,6 +56,13 @@ def test_the_runner_is_v2(runs: dict[bool, EngineRun]) -> None:
 @pytest.mark.parametrize("index", [FIRST, AGAIN], ids=["chunked prefill", "prefix hits"])
 def test_token_ids_and_logprobs_equal_those_without_kvpp_bit_for_bit(runs: dict[bool, EngineRun], index: int) -> None:
     assert runs[True].answers(index) == runs[False].answers(index)
+
+
+def test_answers_without_kvpp_are_those_of_the_hugging_face_model(
+    runs: dict[bool, EngineRun], workload: dict[str, Any]
+) -> None:
+    for index in (FIRST, AGAIN):
+        assert largest_logprob_error(CHECKPOINT_DIR, workload["prompts"], runs[False].answers(index)) < 1e-4
 
 
 def test_the_recall_answers_are_right(runs: dict[bool, EngineRun], marking: Marking) -> None:

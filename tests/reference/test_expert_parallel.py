@@ -1,23 +1,14 @@
-import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from checkpoints import write_moe_checkpoint
-from engine_process import EngineRun, run_engine
-from hugging_face import largest_logprob_error
 from mla_cpu_reference import expert_parallel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
 
-needs_engine = [pytest.mark.engine, pytest.mark.slow]
-
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOPK, NUM_TOKENS = 6, 64, 32, 2, 10
-_generator = random.Random(5)
-PROMPTS = [[_generator.randrange(2, 512) for _ in range(length)] for length in (20, 33, 90)]
 
 
 class _Layer:
@@ -98,35 +89,3 @@ def test_without_expert_parallelism_nothing_changes() -> None:
 def test_weights_applied_to_the_input_are_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="Set enable_expert_parallel to false"):
         _Layer().on_rank([0, 1], apply_router_weight_on_input=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_moe_checkpoint(tmp_path_factory.mktemp("moe"), num_layers=4, num_experts=8)
-
-
-@pytest.fixture(scope="module")
-def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    engine = {
-        "model": str(model),
-        "dtype": "float32",
-        "max_model_len": 256,
-        "kv_cache_memory_bytes": 64 * 1024 * 1024,
-        "tensor_parallel_size": 2,
-        "enable_expert_parallel": True,
-        # Less than the longest prompt, so that it comes in chunks.
-        "max_num_batched_tokens": 64,
-    }
-    actions = [{"kind": "generate", "prompts": PROMPTS, "lengths": [8, 10, 12]}]
-    folder = tmp_path_factory.mktemp("run")
-    return run_engine(engine, actions, folder, reference=["expert_parallel", "chunked_prefill"])
-
-
-class TestTwoRanksWithHalfTheExpertsEach:
-    pytestmark = needs_engine
-
-    def test_their_logprobs_are_those_of_the_hugging_face_model(self, run: EngineRun, model: Path) -> None:
-        assert largest_logprob_error(model, PROMPTS, run.answers(0)) < 1e-4
-
-    def test_they_really_split_the_experts(self, run: EngineRun) -> None:
-        assert "Local/global number of experts: 4/8" in run.log
