@@ -16,6 +16,28 @@ INDEX_HEAD_DIM = 128
 LEANING = 0.5
 
 
+HIDDEN, HEADS, RANK = 128, 4, 96
+SMALL: dict[str, Any] = {
+    "num_heads": HEADS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "q_lora_rank": RANK,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "dtype": "float32",
+}
+SMALL_V3 = {
+    **SMALL,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": HIDDEN,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+
+
 def write_config(folder: Path, *, num_layers: int = 2, num_heads: int = 4, **changes: Any) -> Path:
     """Write `config.json` of a dense MLA model with the real cache width and everything else tiny."""
     config = {
@@ -61,26 +83,13 @@ def write_mtp_checkpoint(folder: Path, *, num_layers: int) -> Path:
     Both lean towards one fixed successor of each token, so that some drafts are accepted; both look at the history
     often enough to go elsewhere.
     """
-    hidden, heads, rank, experts = 128, 4, 96, 4
+    hidden, heads, rank, experts = HIDDEN, HEADS, RANK, 4
     write_config(
         folder,
         num_layers=num_layers,
-        num_heads=heads,
-        architectures=["DeepseekV3ForCausalLM"],
-        model_type="deepseek_v3",
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=hidden,
-        q_lora_rank=rank,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
         n_routed_experts=experts,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=1.0,
         num_nextn_predict_layers=1,
-        dtype="float32",
+        **SMALL_V3,
     )
     weights = _RandomWeights()
     # Each layer adds about as much twice, in attention and behind it.
@@ -102,7 +111,7 @@ def write_sparse_checkpoint(
 
     With `indexer_types`, "full" or "shared" for each layer, the "shared" ones reuse the last choice (as GLM-5.2).
     """
-    hidden, heads, rank = 128, 4, 96
+    hidden, heads, rank = HIDDEN, HEADS, RANK
     pattern: dict[str, Any] = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
     if indexer_types is not None:
         pattern = {
@@ -116,16 +125,10 @@ def write_sparse_checkpoint(
     write_config(
         folder,
         num_layers=num_layers,
-        num_heads=heads,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        q_lora_rank=rank,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
         index_topk=index_topk,
         index_n_heads=INDEX_HEADS,
         index_head_dim=INDEX_HEAD_DIM,
-        dtype="float32",
+        **SMALL,
         **pattern,
     )
     weights = _RandomWeights()
@@ -143,27 +146,14 @@ def write_sparse_checkpoint(
 
 def write_moe_checkpoint(folder: Path, *, num_layers: int, num_experts: int) -> Path:
     """Write a random model whose first layer is dense and whose others choose 2 of the experts for each token."""
-    hidden, heads, rank = 128, 4, 96
+    hidden, heads, rank = HIDDEN, HEADS, RANK
     write_config(
         folder,
         num_layers=num_layers,
-        num_heads=heads,
-        architectures=["DeepseekV3ForCausalLM"],
-        model_type="deepseek_v3",
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=hidden,
-        q_lora_rank=rank,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
         first_k_dense_replace=1,
         n_routed_experts=num_experts,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=1.0,
         num_nextn_predict_layers=0,
-        dtype="float32",
+        **SMALL_V3,
     )
     weights = _RandomWeights()
     weights.add_embedding(hidden)
