@@ -16,6 +16,7 @@ import psutil
 from mla_cpu_reference.parts import ENVIRONMENT_VARIABLE
 from mla_cpu_reference.triton_backend import write_backend
 
+from vllm_kvpp.demo.server import remove_shared_memory
 from vllm_kvpp.demo.vllm_metadata import write_vllm_metadata
 
 HERE = Path(__file__).parent
@@ -131,6 +132,7 @@ def run_process(
             returncode = family.wait(process, timeout_seconds)
         finally:
             leftovers = family.end(grace_seconds)
+            remove_shared_memory(log_path)
     return ProcessResult(returncode, log_path.read_text(errors="replace"), time.monotonic() - started, leftovers)
 
 
@@ -159,13 +161,29 @@ class _Family:
 
     def end(self, grace_seconds: float) -> list[int]:
         _, alive = psutil.wait_procs(list(self._known.values()), timeout=grace_seconds)
-        for process in alive:
+        trackers = [process for process in alive if _is_resource_tracker(process)]
+        leftovers = [process for process in alive if process not in trackers]
+        self._kill(leftovers)
+        # They remove the shared memory of the others, and then end by themselves.
+        _, stuck = psutil.wait_procs(trackers, timeout=5)
+        self._kill(stuck)
+        return [process.pid for process in (*leftovers, *stuck)]
+
+    @staticmethod
+    def _kill(processes: list[psutil.Process]) -> None:
+        for process in processes:
             try:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(alive, timeout=5)
-        return [process.pid for process in alive]
+        psutil.wait_procs(processes, timeout=5)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run_engine(

@@ -68,7 +68,7 @@ def run_server(
         raise DemoError(_describe_failure(what, command.log_path)) from error
     finally:
         tree.stop(grace_seconds=grace_seconds if is_ready else min(grace_seconds, START_GRACE_SECONDS))
-        _remove_shared_memory(command.log_path)
+        remove_shared_memory(command.log_path)
 
 
 def _wait_until_ready(
@@ -103,8 +103,11 @@ def _describe_failure(what: str, log_path: Path) -> str:
     return "\n".join(lines)
 
 
-def _remove_shared_memory(log_path: Path) -> None:
-    # vLLM's ranks leave 4 MiB each behind; in a container with a small /dev/shm that would stop a later start.
+def remove_shared_memory(log_path: Path) -> None:
+    """Remove what the ranks of the vLLM that wrote this log have left in shared memory.
+
+    Each leaves 4 MiB; in a container with a small /dev/shm that would stop a later start.
+    """
     for prefix in find_shared_memory(read_log(log_path)):
         for path in SHARED_MEMORY_DIR.glob(f"{prefix}*"):
             path.unlink(missing_ok=True)
