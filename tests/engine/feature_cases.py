@@ -15,6 +15,7 @@ from vllm_kvpp.demo.recall_task import CHECKPOINT_DIR
 STAGES = (7, 6)
 SHARED_INDEXERS = ("full", "full", "full", "shared", "shared", "full", "shared", "shared")
 METRICS = {"kind": "metrics"}
+RECALL_VOCABULARY = 134
 # What a worker is told to do wrong, one kind of cache at a time.
 NOTHING_MOVED = ("sabotage_transfers", [])
 INDEXERS_LOST = ("lose_components", "indexer")
@@ -44,6 +45,9 @@ class FeatureCase:
     has_drafts: bool = False
     proves: tuple[str, ...] = ()
 
+    def make_workload(self) -> dict[str, Any]:
+        return make_workload(RECALL_VOCABULARY) if self.write_checkpoint is _recall else make_workload()
+
     def make_engine(self, folder: Path) -> dict[str, Any]:
         return {
             **RECALL_ENGINE,
@@ -59,11 +63,11 @@ class FeatureCase:
         }
 
 
-def make_workload() -> dict[str, Any]:
+def make_workload(vocabulary_size: int = 512) -> dict[str, Any]:
     """Prompts up to twice as long as a chunk; the third repeats the first and goes on."""
     generator = random.Random(5)
     first, second = ([generator.randrange(10, 180) for _ in range(length)] for length in (100, 33))
-    prompts = [first, second, first[:90] + second]
+    prompts = [[token % vocabulary_size for token in prompt] for prompt in (first, second, first[:90] + second)]
     requests = [{"prompt": prompt, "max_tokens": 8 + 2 * i, "arrives": 4 * i} for i, prompt in enumerate(prompts)]
     return {"kind": "serve", "name": "workload", "requests": requests}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from engine_process import EngineRun, run_engine, write_plugin
-from feature_cases import CASES, DRAFTS_FORGOTTEN, METRICS, SHARED_INDEXERS, FeatureCase, make_workload
+from feature_cases import CASES, DRAFTS_FORGOTTEN, METRICS, SHARED_INDEXERS, FeatureCase
 from hugging_face import largest_logprob_error
 from recall_runs import REPORT, kvpp, rpc
 
@@ -25,11 +25,11 @@ class Pair:
 
     def __init__(self, case: FeatureCase, factory: pytest.TempPathFactory) -> None:
         engine = case.make_engine(factory.mktemp("checkpoint"))
-        plain = [make_workload(), METRICS]
+        plain = [case.make_workload(), METRICS]
         faults = [
             action
             for fault in case.faults
-            for action in (rpc("restore_transfers"), rpc(*fault), FORGET, make_workload())
+            for action in (rpc("restore_transfers"), rpc(*fault), FORGET, case.make_workload())
         ]
         self.case = case
         self.model = Path(engine["model"])
@@ -92,7 +92,7 @@ def test_schedules_and_answers_equal_those_of_a_run_without_kvpp_bit_for_bit(get
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.equals_hugging_face])
 def test_answers_without_kvpp_are_those_of_the_hugging_face_model(get_pair: Any, name: str) -> None:
     pair = get_pair(name)
-    prompts = [request["prompt"] for request in make_workload()["requests"]]
+    prompts = [request["prompt"] for request in pair.case.make_workload()["requests"]]
     assert largest_logprob_error(pair.model, prompts, pair.off.answers(WORKLOAD)) < 1e-4
 
 

@@ -21,7 +21,7 @@ SMALL_POOL_BLOCKS = 40
 
 
 def _words(count: int) -> list[int]:
-    return [GENERATOR.randrange(10, 180) for _ in range(count)]
+    return [GENERATOR.randrange(4, 132) for _ in range(count)]
 
 
 @dataclass(frozen=True)
