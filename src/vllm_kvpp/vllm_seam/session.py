@@ -152,7 +152,7 @@ def find_draft_names(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], 
 
     Touches: `drafter._draft_attn_layer_names` (runner V1), `speculator.draft_attn_layer_names` (runner V2),
     `KVCacheSpec.is_draft` (from vLLM 0.33). Because: the specs of vLLM 0.32 do not say it, and those of 0.33 not of a
-    layer that shares a cache. Checked by: `check_seam`.
+    layer that shares a cache. Checked by: `check_seam`, but for `is_draft`, which is read where it exists.
     """
     if vllm_config.speculative_config is None:
         return frozenset()
