@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_kvpp.errors import KVPPConfigError
+from vllm_kvpp.selection import TransferMode
 
 SWITCH = "enable_kvpp"
 OPTIONS = "kvpp"
+MIB = 1024 * 1024
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -24,12 +26,35 @@ class KVPPOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    transfer: TransferMode = Field(
+        default="auto",
+        description="What a step moves: every allocated block, the blocks of the batch's history, or what is cheaper.",
+        json_schema_extra={"valid": "auto, full, or active"},
+    )
+    transport: Literal["auto", "broadcast"] = Field(
+        default="auto",
+        description="How bytes travel: through shared memory where all ranks allow it, or always by broadcast.",
+        json_schema_extra={"valid": "auto or broadcast"},
+    )
+    staging_mib: Annotated[int | None, BeforeValidator(_refuse_bool)] = Field(
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Memory of each rank through which scattered blocks travel, out of the KV cache memory.",
+        json_schema_extra={"valid": "1 to 65536, in MiB"},
+    )
     transfer_timeout_seconds: Annotated[float, BeforeValidator(_refuse_bool)] = Field(
         default=300.0,
         gt=0,
         le=86_400,
         description="How long one layer's transfer may take before it counts as lost.",
+        json_schema_extra={"valid": "above 0, up to 86400"},
     )
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """The staging memory asked for; None if KVPP is to choose."""
+        return None if self.staging_mib is None else self.staging_mib * MIB
 
 
 @dataclass(frozen=True)
@@ -70,12 +95,21 @@ def _read_options(additional_config: Mapping[str, Any], reasons: list[str]) -> K
         reasons.append(f"{OPTIONS} is {value!r}; it has to be an object with keys out of: {known}.")
         return KVPPOptions()
     try:
-        return KVPPOptions.model_validate(dict(value))
+        options = KVPPOptions.model_validate(dict(value))
     except ValidationError as error:
-        for problem in error.errors():
-            key = ".".join(str(part) for part in problem["loc"])
-            if problem["type"] == "extra_forbidden":
-                reasons.append(f"{OPTIONS}.{key} is not an option; the known ones are: {known}.")
-            else:
-                reasons.append(f"{OPTIONS}.{key} is {problem['input']!r}: {problem['msg']}.")
+        reasons += [_describe_problem(str(problem["loc"][0]), problem, known) for problem in error.errors()]
         return KVPPOptions()
+    if options.transfer == "full" and options.staging_mib is not None:
+        reasons.append(
+            f"{OPTIONS}.staging_mib is {options.staging_mib}, but whole layers need no staging memory; leave it out, "
+            f"or set {OPTIONS}.transfer to auto or active."
+        )
+    return options
+
+
+def _describe_problem(key: str, problem: Mapping[str, Any], known: str) -> str:
+    if problem["type"] == "extra_forbidden":
+        return f"{OPTIONS}.{key} is not an option; the known ones are: {known}."
+    extra = KVPPOptions.model_fields[key].json_schema_extra
+    assert isinstance(extra, dict)
+    return f"{OPTIONS}.{key} is {problem['input']!r}: {problem['msg']}. (valid: {extra['valid']})"

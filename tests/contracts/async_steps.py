@@ -14,7 +14,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_kvpp.vllm_seam.attach import describe_step
+from vllm_kvpp.runtime.history import BlockTables
+from vllm_kvpp.vllm_seam.attach import describe_schedule
 
 MODEL = str(Path(__file__).parents[2] / "src/vllm_kvpp/demo/recall")
 
@@ -37,19 +38,22 @@ def schedule_asynchronously() -> list[dict[str, Any]]:
     scheduler.reset_prefix_cache(reset_running_requests=True)
     assert request.num_computed_tokens == 0
     outputs.append(scheduler.schedule())
-    return [_describe(output) for output in outputs]
+    tables = BlockTables(block_size=16)
+    return [_describe(output, tables) for output in outputs]
 
 
-def _describe(output: Any) -> dict[str, Any]:
-    step = describe_step(output)
+def _describe(output: Any, tables: BlockTables) -> dict[str, Any]:
+    update = describe_schedule(output)
     # Workers of one node share a queue that carries the pickled message.
-    arrived = describe_step(pickle.loads(pickle.dumps(output)))
+    arrived = describe_schedule(pickle.loads(pickle.dumps(output)))
+    step = tables.advance(update)
     return {
-        "computed": dict(step.num_computed_tokens),
+        "computed": {request.request_id: request.num_computed_tokens for request in update.requests},
+        "active_blocks": list(step.active_blocks),
         "scheduled": dict(output.num_scheduled_tokens),
         "drafts": {name: len(tokens) for name, tokens in output.scheduled_spec_decode_tokens.items()},
         "has_history": step.has_history,
-        "arrives_equal": arrived == step,
+        "arrives_equal": arrived == update,
     }
 
 

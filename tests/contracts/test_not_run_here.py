@@ -29,6 +29,13 @@ class TestAsynchronousScheduling:
         # The result of `first` is in by then: both of its drafts were rejected.
         assert after_rejection["computed"] == {"request": 13 + 3 - 2}
 
+    def test_the_blocks_of_a_step_scheduled_ahead_hold_what_it_reads(self, vllm: VllmProcess) -> None:
+        prefill, *ahead, after_rejection, resumed = vllm.ask("schedule_asynchronously")
+
+        assert prefill["active_blocks"] == resumed["active_blocks"] == []
+        # 10 to 16 tokens: one block.
+        assert [len(step["active_blocks"]) for step in (*ahead, after_rejection)] == [1, 1, 1]
+
     def test_only_the_first_step_of_a_request_has_no_history(self, vllm: VllmProcess) -> None:
         steps = vllm.ask("schedule_asynchronously")
 

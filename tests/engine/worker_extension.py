@@ -7,12 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_kvpp.selection import TransferSeconds
+
 
 class _NothingMoved:
     num_bytes = 0
+    num_calls = 0
 
     def wait(self) -> None:
         pass
+
+    def seconds(self) -> TransferSeconds:
+        return TransferSeconds(0.0, 0.0)
 
 
 class _MovesNothing:
@@ -20,9 +26,13 @@ class _MovesNothing:
 
     def __init__(self, real: Any, moved: set[int], num_layers: int) -> None:
         self.real = real
+        self.traits = real.traits
         self._moved = moved
         self._num_layers = num_layers
         self._num_started = 0
+
+    def prepare(self, selection: Any) -> None:
+        self.real.prepare(selection)
 
     def start(self, memory: Any) -> Any:
         index, self._num_started = self._num_started, self._num_started + 1
@@ -36,6 +46,8 @@ class _RestoredAfterTransfer:
 
     def __init__(self, pending: Any, components: list[torch.Tensor]) -> None:
         self.num_bytes = pending.num_bytes
+        self.num_calls = pending.num_calls
+        self.seconds = pending.seconds
         self._pending = pending
         self._saved = [(component, component.clone()) for component in components]
 
@@ -50,12 +62,16 @@ class _LosesComponents:
 
     def __init__(self, real: Any, lost: str, transfers: Any, group_rank: int) -> None:
         self.real = real
+        self.traits = real.traits
         self._group_rank = group_rank
         self._layers = [
             [view for name, view in zip(layer.names, layer.memory.components, strict=True) if lost in name]
             for layer in transfers._layers
         ]
         self._num_started = 0
+
+    def prepare(self, selection: Any) -> None:
+        self.real.prepare(selection)
 
     def start(self, memory: Any) -> Any:
         index, self._num_started = self._num_started, self._num_started + 1

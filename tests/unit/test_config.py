@@ -3,6 +3,8 @@ import pytest
 from vllm_kvpp.config import KVPPOptions, KVPPSettings, read_settings
 from vllm_kvpp.errors import KVPPConfigError
 
+KNOWN = "transfer, transport, staging_mib, transfer_timeout_seconds"
+
 
 def reasons_against(additional_config):
     with pytest.raises(KVPPConfigError) as caught:
@@ -38,18 +40,18 @@ def test_a_switch_that_is_no_boolean_is_refused_naming_setting_and_value(value):
 def test_an_unknown_option_is_refused_with_the_known_ones():
     (reason,) = reasons_against({"kvpp": {"transfer_timeout": 5}})
 
-    assert reason == "kvpp.transfer_timeout is not an option; the known ones are: transfer_timeout_seconds."
+    assert reason == f"kvpp.transfer_timeout is not an option; the known ones are: {KNOWN}."
 
 
 def test_an_unknown_option_is_refused_while_kvpp_is_off():
-    assert reasons_against({"enable_kvpp": False, "kvpp": {"transfer": "auto"}})
+    assert reasons_against({"enable_kvpp": False, "kvpp": {"transfers": "auto"}})
 
 
 @pytest.mark.parametrize("value", [None, True, "transfer_timeout_seconds", 5, ["transfer_timeout_seconds"]])
 def test_options_that_are_no_object_are_refused_with_the_known_keys(value):
     (reason,) = reasons_against({"kvpp": value})
 
-    assert reason == f"kvpp is {value!r}; it has to be an object with keys out of: transfer_timeout_seconds."
+    assert reason == f"kvpp is {value!r}; it has to be an object with keys out of: {KNOWN}."
 
 
 def test_all_reasons_are_listed_at_once():
@@ -87,7 +89,10 @@ def test_a_timeout_out_of_bounds_is_refused_naming_option_and_value(value):
 def test_a_boolean_is_no_timeout():
     (reason,) = reasons_against({"kvpp": {"transfer_timeout_seconds": True}})
 
-    assert reason == "kvpp.transfer_timeout_seconds is True: Value error, input should be a number, not a boolean."
+    assert reason == (
+        "kvpp.transfer_timeout_seconds is True: Value error, input should be a number, not a boolean. "
+        "(valid: above 0, up to 86400)"
+    )
 
 
 def test_settings_cannot_be_changed_after_they_were_read():
@@ -95,3 +100,50 @@ def test_settings_cannot_be_changed_after_they_were_read():
 
     with pytest.raises(ValueError, match="frozen"):
         options.transfer_timeout_seconds = 1.0
+
+
+def test_what_is_cheaper_moves_by_the_fastest_way_by_default():
+    options = read_settings({"enable_kvpp": True}).options
+
+    assert (options.transfer, options.transport, options.staging_bytes) == ("auto", "auto", None)
+
+
+@pytest.mark.parametrize("value", ["auto", "full", "active"])
+def test_every_mode_of_transfer_is_understood(value):
+    assert read_settings({"kvpp": {"transfer": value}}).options.transfer == value
+
+
+@pytest.mark.parametrize("value", ["fast", "", None, 1, True, "Full"])
+def test_another_mode_of_transfer_is_refused_with_the_valid_ones(value):
+    (reason,) = reasons_against({"kvpp": {"transfer": value}})
+
+    assert reason.startswith(f"kvpp.transfer is {value!r}: ")
+    assert reason.endswith("(valid: auto, full, or active)")
+
+
+def test_another_transport_is_refused_with_the_valid_ones():
+    (reason,) = reasons_against({"kvpp": {"transport": "nccl"}})
+
+    assert reason.startswith("kvpp.transport is 'nccl': ")
+    assert reason.endswith("(valid: auto or broadcast)")
+
+
+def test_staging_memory_is_asked_for_in_mebibytes():
+    assert read_settings({"kvpp": {"staging_mib": 16}}).options.staging_bytes == 16 * 1024 * 1024
+
+
+@pytest.mark.parametrize("value", [-1, 0, 0.5, 65_537, True, "much", [], float("nan")])
+def test_other_sizes_of_staging_memory_are_refused_with_the_valid_range(value):
+    (reason,) = reasons_against({"kvpp": {"staging_mib": value}})
+
+    assert reason.startswith(f"kvpp.staging_mib is {value!r}: ")
+    assert reason.endswith("(valid: 1 to 65536, in MiB)")
+
+
+def test_staging_memory_for_whole_layers_is_refused_as_useless():
+    (reason,) = reasons_against({"kvpp": {"transfer": "full", "staging_mib": 16}})
+
+    assert reason == (
+        "kvpp.staging_mib is 16, but whole layers need no staging memory; leave it out, or set kvpp.transfer to auto "
+        "or active."
+    )

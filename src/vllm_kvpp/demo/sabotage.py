@@ -6,6 +6,7 @@ A right answer proves something only if it would have been wrong without the tra
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvpp.demo.cache_meter import CacheMeterExtension
+from vllm_kvpp.selection import LinkTraits, Selection, TransferSeconds
 
 if TYPE_CHECKING:
     from vllm_kvpp.transport.base import BundleMemory
@@ -15,13 +16,23 @@ class NoTransfer:
     """A transfer that has nothing to wait for."""
 
     num_bytes = 0
+    num_calls = 0
 
     def wait(self) -> None:
         """Return at once."""
 
+    def seconds(self) -> TransferSeconds:
+        """No time."""
+        return TransferSeconds(total=0.0, waited=0.0)
+
 
 class NoTransport:
     """A `Transport` that moves nothing: receivers read whatever their scratch buffer holds."""
+
+    traits = LinkTraits(call_bytes=0)
+
+    def prepare(self, selection: Selection) -> None:
+        """See `Transport.prepare`."""
 
     def start(self, memory: "BundleMemory") -> NoTransfer:  # noqa: ARG002
         """See `Transport.start`."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_kvpp.plan.cache_plan import CachePlan
 from vllm_kvpp.plan.placement import Placement
+from vllm_kvpp.selection import TransferMode
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class CacheSummary:
     group_rank: int
     block_size: int
     available_bytes: int
+    transfer: TransferMode = "auto"
+    transport: str = "broadcast"
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +53,9 @@ class CacheSummary:
             "num_tokens_without_kvpp": self.num_tokens_without,
             "available_bytes": self.available_bytes,
             "planned_bytes": self.placement.num_bytes,
+            "staging_bytes": self.placement.staging.num_bytes,
+            "transfer": self.transfer,
+            "transport": self.transport,
         }
 
     def as_lines(self) -> tuple[str, ...]:
@@ -68,7 +74,12 @@ class CacheSummary:
             f"  tokens           {self.num_tokens:,} (without KVPP {self.num_tokens_without:,}; factor {factor:.2f})",
             f"  memory           {_gib(self.placement.num_bytes)} of {_gib(self.available_bytes)} GiB available,"
             f" {unused:,} bytes unused",
+            f"  transfer         {self.transfer}, by {self.transport}, {self._describe_staging()}",
         )
+
+    def _describe_staging(self) -> str:
+        num_bytes = self.placement.staging.num_bytes
+        return f"through {num_bytes:,} bytes of staging memory" if num_bytes else "without staging memory"
 
 
 def _span(numbers: tuple[int, ...]) -> str:

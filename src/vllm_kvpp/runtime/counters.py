@@ -2,16 +2,30 @@
 
 from dataclasses import asdict, dataclass
 
+from vllm_kvpp.selection import TransferSeconds
+
 
 @dataclass
 class TransferCounters:
-    """Counts of one rank. `transferred_bytes` counts each bundle that the rank sent or received."""
+    """Counts of one rank.
+
+    `transferred_bytes` and `transferred_blocks` count each bundle that the rank sent or received: those of the blocks
+    that were moved. A transfer's time is split into what the rank waited for and what was hidden behind its compute.
+    """
 
     steps: int = 0
     steps_with_history: int = 0
     transfers: int = 0
     transferred_bytes: int = 0
-    host_wait_seconds: float = 0.0
+    transferred_blocks: int = 0
+    calls: int = 0
+    waited_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+
+    def add_seconds(self, seconds: TransferSeconds) -> None:
+        """Count the time of one finished transfer."""
+        self.waited_seconds += seconds.waited
+        self.hidden_seconds += max(0.0, seconds.total - seconds.waited)
 
     def as_dict(self) -> dict[str, float]:
         """Plain values for logs and reports."""

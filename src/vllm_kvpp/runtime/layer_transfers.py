@@ -8,15 +8,21 @@ step(history) ── start_forward ── before_layer(0) ── before_layer(1)
 Whether and what to transfer follows from the step and the plan alone, so every rank decides alike.
 """
 
-import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from vllm_kvpp.errors import KVPPOrderError, KVPPTransferError
+from vllm_kvpp.plan.transfer_way import StageShape, choose_way
 from vllm_kvpp.runtime.counters import TransferCounters
 from vllm_kvpp.runtime.history import Step
+from vllm_kvpp.selection import Selection, TransferMode
 from vllm_kvpp.transport.base import BundleMemory, PendingTransfer, Transport
+
+WAIT_RANGE = "kvpp.wait"
 
 
 @dataclass(frozen=True)
@@ -40,19 +46,28 @@ class LayerTransfers:
     """Runs the transfers of one stage on one rank, one forward at a time.
 
     `layers` are all target layers of the stage in execution order. `group_label` names the group in messages.
-    `transport` may be exchanged between steps, on all ranks of the group alike.
+    `transport` and `transfer`, the mode, may be exchanged between steps, on all ranks of the group alike.
     """
 
-    def __init__(self, layers: Sequence[TargetLayer], transport: Transport, group_label: str) -> None:
+    def __init__(
+        self,
+        layers: Sequence[TargetLayer],
+        transport: Transport,
+        group_label: str,
+        transfer: TransferMode = "auto",
+    ) -> None:
         self.transport = transport
+        self.transfer: TransferMode = transfer
         self._layers = tuple(layers)
         self._index_by_name = {name: index for index, layer in enumerate(self._layers) for name in layer.names}
+        self._shape = _describe_stage(self._layers)
         self._group_label = group_label
         self.counters = TransferCounters()
-        self._is_active = False
+        self._step = Step()
         self._has_started = False
         self._next_index = 0
         self._pending: PendingTransfer | None = None
+        self._unmeasured: deque[PendingTransfer] = deque()
 
     @property
     def num_layers(self) -> int:
@@ -61,7 +76,7 @@ class LayerTransfers:
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Enclose one step: with history its layers' caches are brought, without nothing moves (R-RUN-3).
+        """Enclose one step: with history its blocks are brought, layer by layer, without nothing moves (R-RUN-3).
 
         Whatever happens inside, the state is reset at the end, and no transfer is left under way (R-RUN-5).
 
@@ -71,12 +86,16 @@ class LayerTransfers:
         assert not self._is_active, "a step began before the last one had ended"
         self.counters.steps += 1
         self.counters.steps_with_history += int(step.has_history)
-        self._is_active = step.has_history
+        self._step = step
         try:
             yield
             self._check_all_layers_waited()
         finally:
             self._reset()
+
+    @property
+    def _is_active(self) -> bool:
+        return self._step.has_history
 
     def start_forward(self) -> None:
         """Start the first layer's transfer; called when the model's inputs and caches are ready, before it runs."""
@@ -85,7 +104,14 @@ class LayerTransfers:
         if self._has_started:
             raise KVPPOrderError("The model ran twice in one step; KVPP brings a step's caches once.")
         self._has_started = True
+        if self._layers:
+            with self._named_failure(self._layers[0]):
+                self.transport.prepare(self._select())
         self._start_next()
+
+    def _select(self) -> Selection:
+        blocks = self._step.active_blocks
+        return Selection(choose_way(self.transfer, blocks, self._shape, self.transport.traits), blocks)
 
     def before_layer(self, name: str) -> None:
         """Wait for the layer of cache `name`, then start the next layer's transfer.
@@ -126,14 +152,19 @@ class LayerTransfers:
         self._pending = pending
         self.counters.transfers += 1
         self.counters.transferred_bytes += pending.num_bytes
+        self.counters.transferred_blocks += pending.num_bytes // layer.memory.page_size_bytes
+        self.counters.calls += pending.num_calls
 
     def _wait(self, pending: PendingTransfer, layer: TargetLayer) -> None:
-        started = time.perf_counter()
-        try:
-            with self._named_failure(layer):
-                pending.wait()
-        finally:
-            self.counters.host_wait_seconds += time.perf_counter() - started
+        with self._named_failure(layer), torch.profiler.record_function(WAIT_RANGE):
+            pending.wait()
+        self._unmeasured.append(pending)
+
+    def _measure(self) -> None:
+        # In the order of the device, and without waiting for it: what is not known yet is looked at after a later step.
+        while self._unmeasured and (seconds := self._unmeasured[0].seconds()) is not None:
+            self.counters.add_seconds(seconds)
+            self._unmeasured.popleft()
 
     @contextmanager
     def _named_failure(self, layer: TargetLayer) -> Iterator[None]:
@@ -165,9 +196,10 @@ class LayerTransfers:
 
     def _reset(self) -> None:
         pending, self._pending = self._pending, None
-        self._is_active = False
+        self._step = Step()
         self._has_started = False
         self._next_index = 0
+        self._measure()
         if pending is not None:
             self._drain(pending)
 
@@ -178,3 +210,13 @@ class LayerTransfers:
             pending.wait()
         except (TimeoutError, RuntimeError):
             return
+
+
+def _describe_stage(layers: Sequence[TargetLayer]) -> StageShape:
+    memories = [layer.memory for layer in layers]
+    return StageShape(
+        num_blocks=memories[0].components[0].shape[0] if memories else 0,
+        num_layers=len(memories),
+        num_components=sum(len(memory.components) for memory in memories),
+        page_size_bytes=sum(memory.page_size_bytes for memory in memories),
+    )

@@ -1,133 +1,101 @@
-"""Whole bundles by `torch.distributed.broadcast`, on a stream of its own where the device has streams."""
+"""Bundles by `torch.distributed.broadcast` on devices without streams (gloo)."""
 
-import time
-from datetime import timedelta
-from typing import Protocol
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from vllm_kvpp.selection import BlockRuns, LinkTraits, Selection, Way
 from vllm_kvpp.transport.base import BundleMemory, PendingTransfer
+from vllm_kvpp.transport.block_copies import copy_blocks, stage_blocks
+from vllm_kvpp.transport.transfer_thread import TransferThread
 
-
-class DeviceStreams(Protocol):
-    """The stream calls that ordering needs, so that a test can record them."""
-
-    def current(self) -> torch.Stream:
-        """The stream on which the caller's work is queued."""
-
-    def use(self, stream: torch.Stream) -> torch.Stream:
-        """A context manager that makes `stream` the current one."""
-
-    def event(self) -> torch.Event:
-        """A new event."""
-
-
-class AcceleratorStreams:
-    """`DeviceStreams` through torch's device-agnostic calls: CUDA, ROCm, XPU, and out-of-tree devices."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def current(self) -> torch.Stream:
-        """The current stream of the device."""
-        return torch.accelerator.current_stream(self._device)
-
-    def use(self, stream: torch.Stream) -> torch.Stream:
-        """A `torch.Stream` is its own context manager."""
-        return stream
-
-    def event(self) -> torch.Event:
-        """An event without timing."""
-        return torch.Event(self._device)
-
-
-class HostTransfer:
-    """A transfer run by the backend's own threads (gloo); waiting blocks the host, for at most the limit."""
-
-    def __init__(self, work: dist.Work, num_bytes: int, timeout_seconds: float) -> None:
-        self._work = work
-        self.num_bytes = num_bytes
-        self._timeout_seconds = timeout_seconds
-
-    def wait(self) -> None:
-        """See `PendingTransfer.wait`."""
-        started = time.monotonic()
-        try:
-            self._work.wait(timedelta(seconds=self._timeout_seconds))
-        except RuntimeError as error:
-            # gloo reports a lost peer and a time-out by the same type.
-            if time.monotonic() - started >= self._timeout_seconds:
-                raise TimeoutError(f"not finished after {self._timeout_seconds:g} s") from error
-            raise
-
-
-class StreamTransfer:
-    """A transfer queued on the transfer stream; waiting orders the current stream and never blocks the host."""
-
-    def __init__(self, done: torch.Event, num_bytes: int, streams: DeviceStreams) -> None:
-        self._done = done
-        self.num_bytes = num_bytes
-        self._streams = streams
-
-    def wait(self) -> None:
-        """See `PendingTransfer.wait`."""
-        self._streams.current().wait_event(self._done)
+# gloo between processes of one machine: about 0.1 ms a call at about 1 GB/s, and copies at several GB/s.
+GLOO_TRAITS = LinkTraits(call_bytes=100_000, staging_factor=0.3)
 
 
 class HostBroadcast:
-    """Broadcasts for devices without streams (CPU)."""
+    """Broadcasts on a thread of its own.
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        self._group = group
-        self._timeout_seconds = timeout_seconds
-
-    def start(self, memory: BundleMemory) -> PendingTransfer:
-        """See `Transport.start`."""
-        work = _broadcast(memory, self._group)
-        return HostTransfer(work, memory.whole.numel(), self._timeout_seconds)
-
-
-class StreamBroadcast:
-    """Broadcasts for devices with streams, ordered by events (R-RUN-4).
-
-    A collective that never finishes is ended by the process group's own limit, which the caller sets when it makes
-    the group: the host does not wait here, so nothing here could notice.
+    `staging` is `[num_bytes]` uint8 memory through which scattered blocks travel, `largest_page_bytes` what one block
+    of the largest bundle takes in it. Without staging memory, blocks travel whole or in runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup, streams: DeviceStreams, transfer_stream: torch.Stream) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout_seconds: float,
+        staging: torch.Tensor | None = None,
+        largest_page_bytes: int = 0,
+    ) -> None:
         self._group = group
-        self._streams = streams
-        self._transfer_stream = transfer_stream
+        self._rank = dist.get_rank(group)
+        self._staging = staging
+        self.traits = replace(GLOO_TRAITS, blocks_per_chunk=count_staged_blocks(staging, largest_page_bytes))
+        self._thread = TransferThread(timeout_seconds)
+        self._selection = Selection(Way.WHOLE, BlockRuns())
+        self._chunks: tuple[BlockRuns, ...] = ()
+
+    def prepare(self, selection: Selection) -> None:
+        """See `Transport.prepare`."""
+        self._selection = selection
+        self._chunks = selection.blocks.split(self.traits.blocks_per_chunk) if selection.way is Way.STAGED else ()
 
     def start(self, memory: BundleMemory) -> PendingTransfer:
         """See `Transport.start`."""
-        # Recorded on the compute stream: behind it lie the last write of the source and the last read of the scratch
-        # buffer, so the transfer cannot overtake either.
-        ready = self._streams.event()
-        ready.record(self._streams.current())
-        with self._streams.use(self._transfer_stream):
-            self._transfer_stream.wait_event(ready)
-            work = _broadcast(memory, self._group)
-            # Orders the transfer stream after the collective, which runs on a stream of the backend's own.
+        if self._selection.way is Way.STAGED:
+            return self._start_staged(memory)
+        pieces = select_pieces(memory, self._selection)
+        return self._thread.submit(
+            partial(self._send, memory.owner_rank, pieces),
+            num_bytes=sum(piece.numel() for piece in pieces),
+            num_calls=len(pieces),
+        )
+
+    def _start_staged(self, memory: BundleMemory) -> PendingTransfer:
+        return self._thread.submit(
+            partial(self._send_staged, memory, self._chunks),
+            num_bytes=self._selection.blocks.num_blocks * memory.page_size_bytes,
+            num_calls=len(self._chunks),
+        )
+
+    def _send(self, owner_rank: int, pieces: tuple[torch.Tensor, ...]) -> None:
+        works = [broadcast(piece, owner_rank, self._group) for piece in pieces]
+        for work in works:
             work.wait()
-            done = self._streams.event()
-            # Recorded after the collective on every rank, so the owner too waits until its bytes have been read.
-            done.record(self._transfer_stream)
-        return StreamTransfer(done, memory.whole.numel(), self._streams)
+
+    def _send_staged(self, memory: BundleMemory, chunks: tuple[BlockRuns, ...]) -> None:
+        assert self._staging is not None, "there is no staging memory"
+        for chunk in chunks:
+            staged, num_bytes = stage_blocks(self._staging, memory.components, chunk.num_blocks)
+            whole_chunk = BlockRuns(((0, chunk.num_blocks),))
+            if memory.owner_rank == self._rank:
+                for component, area in zip(memory.components, staged, strict=True):
+                    copy_blocks(component, chunk, area, whole_chunk)
+            broadcast(self._staging[:num_bytes], memory.owner_rank, self._group).wait()
+            if memory.owner_rank != self._rank:
+                for component, area in zip(memory.components, staged, strict=True):
+                    copy_blocks(area, whole_chunk, component, chunk)
 
 
-def _broadcast(memory: BundleMemory, group: dist.ProcessGroup) -> dist.Work:
+def count_staged_blocks(staging: torch.Tensor | None, largest_page_bytes: int) -> int:
+    """Blocks of any bundle that the staging memory takes at once."""
+    return staging.numel() // largest_page_bytes if staging is not None and largest_page_bytes > 0 else 0
+
+
+def select_pieces(memory: BundleMemory, selection: Selection) -> tuple[torch.Tensor, ...]:
+    """The contiguous ranges of bytes that a selection moves of a bundle, each a 1-D uint8 view."""
+    if selection.way is Way.WHOLE:
+        return (memory.whole,)
+    return tuple(
+        component[first:end].view(-1) for component in memory.components for first, end in selection.blocks.runs
+    )
+
+
+def broadcast(piece: torch.Tensor, owner_rank: int, group: dist.ProcessGroup) -> dist.Work:
+    """Start one broadcast inside the group."""
     # group_src, not src: an owner rank counts inside the KVPP group, `src` in the world; they differ once dp or pp > 1.
-    work = dist.broadcast(memory.whole, group_src=memory.owner_rank, group=group, async_op=True)
+    work = dist.broadcast(piece, group_src=owner_rank, group=group, async_op=True)
     assert work is not None, "this process is not in the KVPP group"
     return work
-
-
-def make_broadcast(
-    group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
-) -> HostBroadcast | StreamBroadcast:
-    """Choose by device: the host path for CPU, streams and events for everything else."""
-    if device.type == "cpu":
-        return HostBroadcast(group, timeout_seconds)
-    return StreamBroadcast(group, AcceleratorStreams(device), torch.Stream(device))

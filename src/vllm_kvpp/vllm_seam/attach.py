@@ -6,22 +6,54 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_kvpp.runtime.history import Step
+from vllm_kvpp.runtime.history import BlockTables, RequestUpdate, ScheduleUpdate
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
 from vllm_kvpp.vllm_seam.wait_points import attach_waits
 
 
-def describe_step(scheduler_output: SchedulerOutput) -> Step:
-    """Translate the scheduler's output; requests without scheduled tokens do not take part."""
+def describe_schedule(scheduler_output: SchedulerOutput) -> ScheduleUpdate:
+    """Translate the scheduler's output; requests without scheduled tokens do not take part in the step."""
     scheduled = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs
-    computed = {request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs}
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return Step({request_id: count for request_id, count in computed.items() if scheduled.get(request_id, 0) > 0})
+    new = [
+        RequestUpdate(
+            request.req_id,
+            request.num_computed_tokens,
+            _take_one_group(request.block_ids),
+            replaces_blocks=True,
+            is_scheduled=scheduled.get(request.req_id, 0) > 0,
+        )
+        for request in scheduler_output.scheduled_new_reqs
+    ]
+    known = [
+        RequestUpdate(
+            request_id,
+            num_computed_tokens,
+            _take_one_group(block_ids),
+            replaces_blocks=request_id in cached.resumed_req_ids,
+            is_scheduled=scheduled.get(request_id, 0) > 0,
+        )
+        for request_id, num_computed_tokens, block_ids in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        )
+    ]
+    return ScheduleUpdate((*new, *known), frozenset(scheduler_output.finished_req_ids))
+
+
+def _take_one_group(block_ids: tuple[list[int], ...] | None) -> list[int]:
+    """The blocks of the one group of caches; the placement has refused models with several."""
+    if block_ids is None:
+        return []
+    (only,) = block_ids
+    return only
 
 
 def attach(
-    transfers: LayerTransfers, target_layers: tuple[TargetLayer, ...], layers: Mapping[str, Any], model_runner: Any
+    transfers: LayerTransfers,
+    tables: BlockTables,
+    target_layers: tuple[TargetLayer, ...],
+    layers: Mapping[str, Any],
+    model_runner: Any,
 ) -> None:
     """Attach to this runner, its model and its layers; nothing but these instances changes.
 
@@ -35,10 +67,10 @@ def attach(
     for layer in target_layers:
         attach_waits(layer.names, layers, model, transfers.before_layer)
     model.register_forward_pre_hook(lambda _model, _inputs: transfers.start_forward())
-    _enclose_steps(model_runner, transfers)
+    _enclose_steps(model_runner, transfers, tables)
 
 
-def _enclose_steps(model_runner: Any, transfers: LayerTransfers) -> None:
+def _enclose_steps(model_runner: Any, transfers: LayerTransfers, tables: BlockTables) -> None:
     original = model_runner.execute_model
 
     @wraps(original)
@@ -46,7 +78,7 @@ def _enclose_steps(model_runner: Any, transfers: LayerTransfers) -> None:
         # Runner V2 sends its dummy runs through here, V1 does not. They compute no request, so they are no step.
         if kwargs.get("dummy_run", False):
             return original(scheduler_output, *args, **kwargs)
-        with transfers.step(describe_step(scheduler_output)):
+        with transfers.step(tables.advance(describe_schedule(scheduler_output))):
             return original(scheduler_output, *args, **kwargs)
 
     model_runner.execute_model = execute_model

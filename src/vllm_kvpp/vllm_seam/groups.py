@@ -1,7 +1,9 @@
 """The KVPP group: its ranks and its communicators, made beside vLLM's own groups and shared with none of them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +13,30 @@ from vllm.config import ParallelConfig
 from vllm_kvpp.errors import KVPPRankMismatchError
 from vllm_kvpp.plan import split_into_groups
 from vllm_kvpp.transport.base import BundleMemory, Transport
-from vllm_kvpp.transport.broadcast import make_broadcast
+from vllm_kvpp.transport.broadcast import HostBroadcast
+from vllm_kvpp.transport.peer_copies import PeerCopies
+from vllm_kvpp.transport.shared_memory import SharedHandle, open_shared, share
+from vllm_kvpp.transport.signals import Inbox, Signals, open_writer
+from vllm_kvpp.transport.stream_broadcast import make_stream_broadcast
 
 _PROBE_BYTES = 64
 
 
 @dataclass(frozen=True)
 class KVPPGroup:
-    """One group as one of its ranks sees it. `control` is a gloo group for the checks at start-up."""
+    """One group as one of its ranks sees it.
+
+    `data` is what transfers run on, and `control` a gloo group for the checks at start-up. With `shares_memory`, every
+    rank can read every other's memory once it has been shared.
+    """
 
     ranks: tuple[int, ...]
     rank: int
-    transport: Transport
+    device: torch.device
+    timeout_seconds: float
+    data: dist.ProcessGroup
     control: dist.ProcessGroup
+    shares_memory: bool
 
     @property
     def size(self) -> int:
@@ -41,14 +54,77 @@ class KVPPGroup:
         Raises:
             KVPPRankMismatchError: on every rank, if the ranks differ.
         """
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
+        values = self.gather(value)
         if len(set(values)) > 1:
             listing = ", ".join(f"rank {rank}: {found}" for rank, found in zip(self.ranks, values, strict=True))
             raise KVPPRankMismatchError(f"The KVPP group {self.label} does not agree on {what}: {listing}.")
 
+    def gather(self, value: Any) -> list[Any]:
+        """One value of each rank, by group rank. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
-def make_group(parallel: ParallelConfig, device: torch.device, timeout_seconds: float) -> KVPPGroup:
+    def share(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Move the storage under a host tensor into shared memory, and map every rank's, by group rank. Collective.
+
+        Raises:
+            KVPPRankMismatchError: on every rank, with what failed on each.
+        """
+        handles = self.gather(_try(partial(share, tensor)))
+        self._raise_failures(handles)
+        views = [_try(partial(open_shared, handle)) for handle in handles]
+        self._raise_failures(self.gather(next((view for view in views if isinstance(view, _Failure)), None)))
+        return tuple(views)
+
+    def _raise_failures(self, answers: list[Any]) -> None:
+        failures = [
+            f"rank {rank}: {answer.reason}"
+            for rank, answer in zip(self.ranks, answers, strict=True)
+            if isinstance(answer, _Failure)
+        ]
+        if failures:
+            raise KVPPRankMismatchError(
+                f"The KVPP group {self.label} cannot share its KV cache between processes: {', '.join(failures)}. Give "
+                'the container more shared memory (--shm-size), or set kvpp.transport to "broadcast".'
+            )
+
+    def make_broadcast(self, staging: torch.Tensor | None = None, largest_page_bytes: int = 0) -> Transport:
+        """Transfers by broadcast: on a thread for CPU, on a stream for everything else."""
+        if self.device.type == "cpu":
+            return HostBroadcast(self.data, self.timeout_seconds, staging, largest_page_bytes)
+        return make_stream_broadcast(self.data, self.device, staging, largest_page_bytes)
+
+    def make_peer_copies(self) -> Transport:
+        """Transfers by copies from the owner's shared memory. Collective."""
+        inbox = Inbox(tuple(peer for peer in range(self.size) if peer != self.rank))
+        handles = self.gather(inbox.handles)
+        writers = {
+            peer: _try(partial(open_writer, offered[self.rank]))
+            for peer, offered in enumerate(handles)
+            if peer != self.rank
+        }
+        self._raise_failures(self.gather(next((end for end in writers.values() if isinstance(end, _Failure)), None)))
+        inbox.close_writing()
+        return PeerCopies(self.rank, Signals(inbox, writers, self.timeout_seconds), self.timeout_seconds)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    reason: str
+
+
+def _try(action: Callable[[], Any]) -> Any:
+    """The result, or a `_Failure`: every rank has to come to the next collective."""
+    try:
+        return action()
+    except (OSError, RuntimeError) as error:
+        return _Failure(f"{type(error).__name__}: {error}")
+
+
+def make_group(
+    parallel: ParallelConfig, device: torch.device, timeout_seconds: float, *, may_share_memory: bool = True
+) -> KVPPGroup:
     """Make every KVPP group of the world, and return this rank's. Collective over the whole world.
 
     The first transfer happens here, so that whatever the backend allocates is there before memory is profiled.
@@ -68,20 +144,44 @@ def make_group(parallel: ParallelConfig, device: torch.device, timeout_seconds: 
     world_rank = dist.get_rank()
     index = next(index for index, ranks in enumerate(ranks_by_group) if world_rank in ranks)
     ranks = ranks_by_group[index]
-    transport = make_broadcast(data_groups[index], device, timeout_seconds)
-    group = KVPPGroup(ranks, ranks.index(world_rank), transport, control_groups[index])
-    _probe(group, device)
-    return group
+    group = KVPPGroup(
+        ranks=ranks,
+        rank=ranks.index(world_rank),
+        device=device,
+        timeout_seconds=timeout_seconds,
+        data=data_groups[index],
+        control=control_groups[index],
+        shares_memory=False,
+    )
+    _probe(group)
+    return replace(group, shares_memory=may_share_memory and device.type == "cpu" and _can_share_memory(group))
 
 
-def _probe(group: KVPPGroup, device: torch.device) -> None:
+def _probe(group: KVPPGroup) -> None:
     """Let every rank send a pattern of its own, and check that all arrive: a silent communicator means wrong KV."""
+    transport = group.make_broadcast()
     for owner_rank in range(group.size):
-        sent = torch.full((_PROBE_BYTES,), owner_rank + 1, dtype=torch.uint8, device=device)
+        sent = _make_pattern(owner_rank, group.device)
         received = sent.clone() if owner_rank == group.rank else torch.zeros_like(sent)
-        group.transport.start(BundleMemory(owner_rank, received, (received.view(1, -1),))).wait()
+        transport.start(BundleMemory(owner_rank, received, (received.view(1, -1),))).wait()
         if not torch.equal(received, sent):
             raise KVPPRankMismatchError(
                 f"The KVPP group {group.label} does not deliver: a probe from rank {group.ranks[owner_rank]} did not "
                 "arrive. Check the communication backend (NCCL, gloo, HCCL) and its settings."
             )
+
+
+def _make_pattern(rank: int, device: torch.device) -> torch.Tensor:
+    return torch.full((_PROBE_BYTES,), rank + 1, dtype=torch.uint8, device=device)
+
+
+def _can_share_memory(group: KVPPGroup) -> bool:
+    """Whether every rank can read a pattern in every other's shared memory. Collective."""
+    pattern = _make_pattern(group.rank, group.device)
+    handles = group.gather(_try(partial(share, pattern)))
+    return all(group.gather(all(_reads_pattern(rank, handle) for rank, handle in enumerate(handles))))
+
+
+def _reads_pattern(rank: int, handle: SharedHandle | _Failure) -> bool:
+    view = handle if isinstance(handle, _Failure) else _try(partial(open_shared, handle))
+    return not isinstance(view, _Failure) and torch.equal(view, _make_pattern(rank, view.device))

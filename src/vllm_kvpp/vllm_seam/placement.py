@@ -1,7 +1,7 @@
 """Cache specs in, KV cache tensors out: the plan in vLLM's terms."""
 
-from collections.abc import Mapping, Set
-from dataclasses import replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,22 +91,49 @@ def _check_place(placed: PlacedCache, cache: torch.Tensor, backing: torch.Tensor
         )
 
 
-def view_layers(placement: Placement, backing: torch.Tensor, layers: Mapping[str, Any]) -> tuple[TargetLayer, ...]:
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's allocation as `[num_bytes]` uint8, its own or a peer's that it can read, and what lies where in it."""
+
+    placement: Placement
+    backing: torch.Tensor
+
+    def view_bundle(self, target_index: int) -> BundleMemory:
+        """A target layer's bundle, by its place in execution order."""
+        bundle = self.placement.bundles[target_index]
+        whole = self.backing[bundle.range.offset : bundle.range.end]
+        components = tuple(self._view_cache(placed) for placed in bundle.components)
+        return BundleMemory(bundle.owner_rank, whole, components)
+
+    def view_staging(self) -> torch.Tensor | None:
+        """The staging memory, None if there is none."""
+        staging = self.placement.staging
+        return self.backing[staging.offset : staging.end] if staging.num_bytes else None
+
+    def _view_cache(self, placed: PlacedCache) -> torch.Tensor:
+        pages = self.backing[placed.range.offset : placed.range.end]
+        return pages.view(self.placement.num_blocks, placed.cache.page_size_bytes)
+
+
+def view_layers(
+    own: RankMemory, layers: Mapping[str, Any], peers: Sequence[RankMemory] = ()
+) -> tuple[TargetLayer, ...]:
     """The target layers in execution order, with the memory that their transfers use.
 
-    `layers` maps cache names to the modules that hold them.
+    `layers` maps cache names to the modules that hold them; `peers` holds every rank's memory, if this rank can read
+    it.
     """
-    return tuple(_view_layer(bundle, placement.num_blocks, backing, layers) for bundle in placement.bundles)
-
-
-def _view_layer(bundle: PlacedBundle, num_blocks: int, backing: torch.Tensor, layers: Mapping[str, Any]) -> TargetLayer:
-    names = tuple(placed.cache.name for placed in bundle.components)
-    return TargetLayer(names, _view_bundle(bundle, num_blocks, backing), entry=in_order_of_access(names, layers)[0])
-
-
-def _view_bundle(bundle: PlacedBundle, num_blocks: int, backing: torch.Tensor) -> BundleMemory:
-    components = tuple(
-        backing[placed.range.offset : placed.range.end].view(num_blocks, placed.cache.page_size_bytes)
-        for placed in bundle.components
+    return tuple(
+        _view_layer(target_index, bundle, own, layers, peers)
+        for target_index, bundle in enumerate(own.placement.bundles)
     )
-    return BundleMemory(bundle.owner_rank, backing[bundle.range.offset : bundle.range.end], components)
+
+
+def _view_layer(
+    target_index: int, bundle: PlacedBundle, own: RankMemory, layers: Mapping[str, Any], peers: Sequence[RankMemory]
+) -> TargetLayer:
+    names = tuple(placed.cache.name for placed in bundle.components)
+    memory = own.view_bundle(target_index)
+    if peers and not bundle.is_owned:
+        memory = replace(memory, source=peers[bundle.owner_rank].view_bundle(target_index).components)
+    return TargetLayer(names, memory, entry=in_order_of_access(names, layers)[0])

@@ -10,14 +10,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm_kvpp.config import read_settings
 from vllm_kvpp.deployment import find_refusals
 from vllm_kvpp.errors import KVPPBudgetError, KVPPConfigError
-from vllm_kvpp.plan import CachePlan, Placement, fit_num_blocks, place, plan_cache
+from vllm_kvpp.plan import CachePlan, fit_num_blocks, place, plan_cache, plan_staging
 from vllm_kvpp.plan.summary import CacheSummary
+from vllm_kvpp.runtime.history import BlockTables
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers
+from vllm_kvpp.transport.base import Transport
+from vllm_kvpp.transport.shared_memory import free_shared_bytes
 from vllm_kvpp.vllm_seam.attach import attach
 from vllm_kvpp.vllm_seam.deployment import describe_deployment
 from vllm_kvpp.vllm_seam.groups import make_group
 from vllm_kvpp.vllm_seam.log import logger
-from vllm_kvpp.vllm_seam.placement import describe_caches, find_backing, rewrite_tensors, view_layers
+from vllm_kvpp.vllm_seam.placement import RankMemory, describe_caches, find_backing, rewrite_tensors, view_layers
 
 
 class KVPPSession:
@@ -28,11 +31,18 @@ class KVPPSession:
         if refusals := find_refusals(describe_deployment(vllm_config)):
             raise KVPPConfigError(refusals)
         assert isinstance(vllm_config.additional_config, dict)
-        options = read_settings(vllm_config.additional_config).options
+        self._options = read_settings(vllm_config.additional_config).options
         self._vllm_config = vllm_config
-        self._group = make_group(vllm_config.parallel_config, device, options.transfer_timeout_seconds)
+        self._group = make_group(
+            vllm_config.parallel_config,
+            device,
+            self._options.transfer_timeout_seconds,
+            may_share_memory=self._options.transport == "auto",
+        )
         self._plan: CachePlan | None = None
         self._available_bytes = 0
+        self._shares_memory = False
+        self._staging_bytes = 0
         self._summary: CacheSummary | None = None
         self._allocated_bytes = 0
         self._transfers: LayerTransfers | None = None
@@ -58,9 +68,35 @@ class KVPPSession:
         self._group.check_agreement("the cache plan", plan.digest)
         self._plan = plan
         self._available_bytes = available_bytes
-        num_blocks = fit_num_blocks(plan, self._group.rank, available_bytes)
+        self._shares_memory = self._group.shares_memory and self._has_room_to_share(available_bytes)
+        self._staging_bytes = self._agree_on_staging(plan, available_bytes)
+        num_blocks = fit_num_blocks(plan, self._group.rank, available_bytes, self._staging_bytes)
         self._check_budget(plan, num_blocks, block_size=next(iter(specs.values())).block_size)
         return num_blocks * plan.full_bytes_per_block
+
+    def _has_room_to_share(self, available_bytes: int) -> bool:
+        num_groups = self._vllm_config.parallel_config.world_size_across_dp // self._group.size
+        needed = sum(self._group.gather(available_bytes)) * num_groups
+        free = min(self._group.gather(free_shared_bytes()))
+        if free < needed:
+            logger.warning_once(
+                "KVPP sends caches through sockets: /dev/shm has %s bytes free, and the KV caches of all ranks take "
+                "%s. Give the container more shared memory (--shm-size).",
+                f"{free:,}",
+                f"{needed:,}",
+            )
+        return free >= needed
+
+    def _agree_on_staging(self, plan: CachePlan, available_bytes: int) -> int:
+        """The staging memory of every rank: all cut their blocks into the same chunks."""
+        asked = self._options.staging_bytes
+        if self._shares_memory:
+            if asked is not None:
+                logger.warning_once("kvpp.staging_mib has no effect: the ranks copy from shared memory.")
+            return 0
+        if self._options.transfer == "full":
+            return 0
+        return min(self._group.gather(plan_staging(plan, self._group.rank, available_bytes, asked)))
 
     def _check_budget(self, plan: CachePlan, num_blocks: int, *, block_size: int) -> None:
         override = self._vllm_config.cache_config.num_gpu_blocks_override
@@ -85,7 +121,7 @@ class KVPPSession:
         return (
             f"A block costs group rank {self._group.rank} {per_block.total:,} bytes ({per_block.owned:,} for its "
             f"layers {owned}, {per_block.draft:,} for draft layers, {per_block.scratch:,} for two scratch buffers), "
-            f"and {self._available_bytes:,} bytes are available."
+            f"and {self._available_bytes:,} bytes are available, of which staging memory takes {self._staging_bytes:,}."
         )
 
     def place(self, config: KVCacheConfig) -> KVCacheConfig:
@@ -101,7 +137,7 @@ class KVPPSession:
                 ]
             )
         self._group.check_agreement("the number of blocks", config.num_blocks)
-        placement = place(self._plan, self._group.rank, config.num_blocks)
+        placement = place(self._plan, self._group.rank, config.num_blocks, self._staging_bytes)
         if placement.num_bytes > self._available_bytes:
             raise KVPPBudgetError(
                 f"{config.num_blocks} blocks need {placement.num_bytes:,} bytes, but {self._available_bytes:,} are "
@@ -113,6 +149,8 @@ class KVPPSession:
             group_rank=self._group.rank,
             block_size=config.kv_cache_groups[0].kv_cache_spec.block_size,
             available_bytes=self._available_bytes,
+            transfer=self._options.transfer,
+            transport="shared memory" if self._shares_memory else "broadcast",
         )
         return rewrite_tensors(config, placement)
 
@@ -120,15 +158,30 @@ class KVPPSession:
         """Check where the cache really lies, then attach to the runner."""
         if self._summary is None:
             return
-        placement: Placement = self._summary.placement
+        placement = self._summary.placement
         modules = self._vllm_config.compilation_config.static_forward_context
         backing = find_backing(placement, modules)
         self._allocated_bytes = backing.numel()
-        layers = view_layers(placement, backing, modules)
-        self._transfers = LayerTransfers(layers, self._group.transport, self._group.label)
-        attach(self._transfers, layers, modules, model_runner)
+        own = RankMemory(placement, backing)
+        layers = view_layers(own, modules, self._share(own))
+        self._transfers = LayerTransfers(layers, self._make_transport(own), self._group.label, self._options.transfer)
+        attach(self._transfers, BlockTables(self._summary.block_size), layers, modules, model_runner)
         if self._group.rank == 0 and self._vllm_config.parallel_config.data_parallel_index == 0:
             logger.info("%s", "\n".join(self._summary.as_lines()))
+
+    def _share(self, own: RankMemory) -> tuple[RankMemory, ...]:
+        """Every rank's memory, by group rank; empty if transfers do not need it."""
+        if not self._shares_memory:
+            return ()
+        assert self._plan is not None, "shared before it was planned"
+        placements = [place(self._plan, rank, own.placement.num_blocks) for rank in range(self._group.size)]
+        return tuple(map(RankMemory, placements, self._group.share(own.backing)))
+
+    def _make_transport(self, own: RankMemory) -> Transport:
+        if self._shares_memory:
+            return self._group.make_peer_copies()
+        assert self._plan is not None, "used before it was planned"
+        return self._group.make_broadcast(own.view_staging(), self._plan.largest_bundle_page_bytes)
 
     def report(self) -> dict[str, Any]:
         """The summary, the allocation as measured, and the counters, in plain values."""

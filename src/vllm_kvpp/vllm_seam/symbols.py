@@ -106,6 +106,11 @@ SEAM: tuple[SeamSymbol, ...] = (
         removable_when="The runtime keeps transfers per micro-batch.",
     ),
     SeamSymbol(
+        path="vllm.config:ParallelConfig.world_size_across_dp",
+        because="All KVPP groups of a host need room in its shared memory.",
+        removable_when="KVPP shares memory that no limit of /dev/shm holds.",
+    ),
+    SeamSymbol(
         path="vllm.config:VllmConfig",
         because="additional_config carries the switch; the parts below it are validated.",
         removable_when="Never: it is vLLM's configuration.",
@@ -393,19 +398,19 @@ SEAM: tuple[SeamSymbol, ...] = (
         path="vllm.v1.core.sched.output:SchedulerOutput",
         because="Says what a step computes.",
         removable_when="Never: it is the scheduler's message.",
-        fields=("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+        fields=("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"),
     ),
     SeamSymbol(
         path="vllm.v1.core.sched.output:NewRequestData",
-        because="Tokens already computed for a request that the worker has not seen yet (a prefix hit).",
+        because="First blocks of a request that the worker has not seen yet, and tokens already computed (a prefix hit).",
         removable_when="Never: it is the scheduler's message.",
-        fields=("req_id", "num_computed_tokens"),
+        fields=("req_id", "num_computed_tokens", "block_ids"),
     ),
     SeamSymbol(
         path="vllm.v1.core.sched.output:CachedRequestData",
-        because="Tokens already computed for a known request.",
+        because="Tokens already computed for a known request, and blocks that follow its own, or replace them.",
         removable_when="Never: it is the scheduler's message.",
-        fields=("req_ids", "num_computed_tokens"),
+        fields=("req_ids", "num_computed_tokens", "new_block_ids", "resumed_req_ids"),
     ),
     SeamSymbol(
         path="vllm.utils.import_utils:resolve_obj_by_qualname",

@@ -8,6 +8,7 @@ from vllm_kvpp.demo.cache_meter import CacheMeterExtension
 from vllm_kvpp.demo.sabotage import SabotageExtension
 from vllm_kvpp.runtime.history import Step
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
+from vllm_kvpp.selection import BlockRuns
 from vllm_kvpp.transport.base import BundleMemory
 from vllm_kvpp.transport.recording import RecordingTransport
 
@@ -21,7 +22,7 @@ def make_worker(transport):
 
 def run_step(worker):
     transfers = worker._kvpp.transfers
-    with transfers.step(Step({"request": 1})):
+    with transfers.step(Step(BlockRuns.of([0]))):
         transfers.start_forward()
         transfers.before_layer("0")
 

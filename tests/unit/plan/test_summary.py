@@ -103,7 +103,23 @@ def test_the_report_holds_the_numbers_of_the_plan():
         "num_tokens_without_kvpp": 133_152,
         "available_bytes": 1024 * MIB,
         "planned_bytes": summary.placement.num_bytes,
+        "staging_bytes": 0,
+        "transfer": "auto",
+        "transport": "broadcast",
     }
+
+
+def test_the_log_shows_what_moves_and_how():
+    assert line_of(summarise(), "transfer") == "  transfer         auto, by broadcast, without staging memory"
+
+
+def test_the_log_shows_the_staging_memory():
+    plan = plan_cache([LayerCache("layers.0.attn", PAGE)], group_size=2)
+    summary = CacheSummary(
+        plan, place(plan, 0, 1, 65_536), group_rank=0, block_size=16, available_bytes=MIB, transfer="active"
+    )
+
+    assert line_of(summary, "transfer").endswith("active, by broadcast, through 65,536 bytes of staging memory")
 
 
 def test_the_report_is_plain_values():

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
+from vllm_kvpp.selection import LinkTraits
 from vllm_kvpp.transport.base import BundleMemory
 from vllm_kvpp.transport.recording import RecordingTransport
 
@@ -27,6 +28,15 @@ class Stage:
 
     def _number(self, memory):
         return next(number for number, layer in enumerate(self.layers) if layer.memory is memory)
+
+    @property
+    def traits(self):
+        """Be the transport of the transfers: calls and staging cost nothing."""
+        return LinkTraits(call_bytes=0)
+
+    def prepare(self, selection):
+        """Be the transport of the transfers."""
+        self.transport.prepare(selection)
 
     def start(self, memory):
         """Be the transport of the transfers."""

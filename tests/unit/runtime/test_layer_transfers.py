@@ -2,9 +2,11 @@ import pytest
 
 from vllm_kvpp.errors import KVPPOrderError
 from vllm_kvpp.runtime.history import Step
+from vllm_kvpp.selection import BlockRuns, Way
+from vllm_kvpp.transport.recording import RecordedTransfer
 
-FIRST_PREFILL = Step({"request": 0})
-DECODE = Step({"request": 17})
+FIRST_PREFILL = Step()
+DECODE = Step(BlockRuns.of([1]))
 
 
 def test_without_history_nothing_is_moved(make_stage):
@@ -179,7 +181,7 @@ def test_a_step_with_history_in_which_the_model_did_not_run_is_refused(make_stag
 
 def test_a_step_without_history_in_which_the_model_did_not_run_is_fine(make_stage):
     stage = make_stage()
-    with stage.transfers.step(Step({})):
+    with stage.transfers.step(Step()):
         pass
 
     assert stage.calls == []
@@ -200,7 +202,45 @@ def test_counters_count_steps_transfers_and_bytes(make_stage):
     stage = make_stage(3)
     for step in (FIRST_PREFILL, DECODE, DECODE):
         stage.run_step(step)
-    counters = stage.transfers.counters.as_dict()
 
-    assert counters.pop("host_wait_seconds") >= 0
-    assert counters == {"steps": 3, "steps_with_history": 2, "transfers": 6, "transferred_bytes": 2 * (8 + 16 + 24)}
+    assert stage.transfers.counters.as_dict() == {
+        "steps": 3,
+        "steps_with_history": 2,
+        "transfers": 6,
+        # One of two blocks.
+        "transferred_bytes": 2 * (4 + 8 + 12),
+        "transferred_blocks": 6,
+        "calls": 6,
+        # A recorded transfer takes three seconds, one of which is waited for.
+        "waited_seconds": 6.0,
+        "hidden_seconds": 12.0,
+    }
+
+
+def test_the_blocks_of_a_step_are_named_once_before_its_first_transfer(make_stage):
+    stage = make_stage(3)
+    for block_ids in ([1], [0, 1]):
+        stage.run_step(Step(BlockRuns.of(block_ids)))
+
+    assert [selection.blocks.runs for selection in stage.transport.prepared] == [((1, 2),), ((0, 2),)]
+
+
+@pytest.mark.parametrize(("mode", "way"), [("full", Way.WHOLE), ("active", Way.RUNS), ("auto", Way.RUNS)])
+def test_the_mode_says_whether_whole_bundles_move(make_stage, mode, way):
+    stage = make_stage(3)
+    stage.transfers.transfer = mode
+    stage.run_step(DECODE)
+
+    assert [selection.way for selection in stage.transport.prepared] == [way]
+    assert stage.transfers.counters.transferred_bytes == (8 + 16 + 24) // (1 if way is Way.WHOLE else 2)
+
+
+def test_times_that_are_not_known_yet_are_counted_after_a_later_step(make_stage, monkeypatch):
+    stage = make_stage(1)
+    with monkeypatch.context() as patches:
+        patches.setattr(RecordedTransfer, "seconds", lambda transfer: None)
+        stage.run_step(DECODE)
+    assert stage.transfers.counters.waited_seconds == 0
+    stage.run_step(FIRST_PREFILL)
+
+    assert stage.transfers.counters.waited_seconds == 1.0

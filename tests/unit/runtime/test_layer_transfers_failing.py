@@ -2,8 +2,10 @@ import pytest
 
 from vllm_kvpp.errors import KVPPOrderError, KVPPTransferError
 from vllm_kvpp.runtime.history import Step
+from vllm_kvpp.selection import BlockRuns
+from vllm_kvpp.transport.recording import RecordingTransport
 
-DECODE = Step({"request": 17})
+DECODE = Step(BlockRuns.of([1]))
 
 FAILURES = [TimeoutError("not finished after 5 s"), RuntimeError("Connection closed by peer")]
 
@@ -105,19 +107,8 @@ def test_the_step_after_a_failed_transfer_starts_anew(make_stage):
     assert stage.calls == ["start 0", "wait 0", "start 1", "wait 1", "start 2", "wait 2"]
 
 
-def test_time_that_the_host_waits_is_counted_also_when_the_transfer_fails(make_stage, monkeypatch):
-    stage = make_stage(1, failures={0: TimeoutError("late")})
-    ticks = iter((10.0, 12.5))
-    with monkeypatch.context() as patches:
-        patches.setattr("vllm_kvpp.runtime.layer_transfers.time.perf_counter", lambda: next(ticks))
-        with pytest.raises(KVPPTransferError):
-            stage.run_step(DECODE)
-
-    assert stage.transfers.counters.host_wait_seconds == 2.5
-
-
 def test_a_transfer_that_cannot_be_started_is_named_like_one_that_failed(make_stage):
-    class Broken:
+    class Broken(RecordingTransport):
         def start(self, memory):
             raise RuntimeError("NCCL error")
 
@@ -128,3 +119,15 @@ def test_a_transfer_that_cannot_be_started_is_named_like_one_that_failed(make_st
     with pytest.raises(KVPPTransferError, match=message):
         stage.run_step(DECODE)
     assert stage.transfers.counters.transfers == 0
+
+
+def test_ranks_that_cannot_meet_before_a_step_are_named_like_a_failed_transfer(make_stage):
+    class Broken(RecordingTransport):
+        def prepare(self, selection):
+            raise RuntimeError("group rank 1 is gone")
+
+    stage = make_stage()
+    stage.transfers.transport = Broken()
+
+    with pytest.raises(KVPPTransferError, match=r"layers\.0\.attn from owner rank 0 failed .* group rank 1 is gone"):
+        stage.run_step(DECODE)

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from vllm_kvpp.plan import LayerCache, place, plan_cache
 from vllm_kvpp.runtime.history import Step
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
+from vllm_kvpp.selection import BlockRuns, LinkTraits, TransferSeconds
 from vllm_kvpp.transport.base import BundleMemory
 from vllm_kvpp.transport.recording import RecordedTransfer
 
 NUM_BLOCKS = 3
+ALL_BLOCKS = Step(BlockRuns.of(range(NUM_BLOCKS)))
 GARBAGE = 255
 
 
@@ -52,6 +54,10 @@ class WireEnd:
 
     wire: Wire
     num_started: int = 0
+    traits = LinkTraits(call_bytes=0)
+
+    def prepare(self, selection):
+        """Whatever is selected, the wire carries whole bundles."""
 
     def start(self, memory):
         self.wire.join(self.num_started, memory)
@@ -64,9 +70,13 @@ class WireTransfer:
     wire: Wire
     number: int
     num_bytes: int
+    num_calls = 1
 
     def wait(self):
         self.wire.land(self.number)
+
+    def seconds(self):
+        return TransferSeconds(0.0, 0.0)
 
 
 def view_layers(placement):
@@ -103,7 +113,7 @@ class Ranks:
         readable = slice(None) if has_history else slice(block_id, block_id + 1)
         with ExitStack() as steps:
             for transfers in self.transfers:
-                steps.enter_context(transfers.step(Step({"request": int(has_history)})))
+                steps.enter_context(transfers.step(ALL_BLOCKS if has_history else Step()))
                 transfers.start_forward()
             for index in range(len(self.reference)):
                 self.write_layer(index, block_id)
@@ -153,10 +163,14 @@ class NotedStarts:
 
     num_done: int = 0
     num_done_at_start: list[int] = field(default_factory=list)
+    traits = LinkTraits(call_bytes=0)
+
+    def prepare(self, selection):
+        self.selection = selection
 
     def start(self, memory):
         self.num_done_at_start.append(self.num_done)
-        return RecordedTransfer(memory, log=[])
+        return RecordedTransfer(memory, self.selection, log=[])
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 7))
@@ -164,7 +178,7 @@ def test_a_scratch_buffer_is_refilled_only_after_its_layer_is_done(num_layers, g
     transport = NotedStarts()
     layers = view_layers(place(plan_stage(num_layers, group_size), rank % group_size, NUM_BLOCKS))
     transfers = LayerTransfers(layers, transport, "under test")
-    with transfers.step(Step({"request": 1})):
+    with transfers.step(ALL_BLOCKS):
         transfers.start_forward()
         for index, layer in enumerate(layers):
             transport.num_done = index

@@ -1,235 +1,155 @@
-import time
-from contextlib import contextmanager
-from datetime import timedelta
-
 import pytest
 import torch
 
-from vllm_kvpp.transport.base import BundleMemory
-from vllm_kvpp.transport.broadcast import (
-    AcceleratorStreams,
-    HostBroadcast,
-    HostTransfer,
-    StreamBroadcast,
-    make_broadcast,
-)
+from vllm_kvpp.selection import BlockRuns, Selection, Way
+from vllm_kvpp.transport.broadcast import HostBroadcast
 
 GROUP = object()
-
-
-def bundle_memory(owner_rank=3, num_bytes=96):
-    whole = torch.zeros(num_bytes, dtype=torch.uint8)
-    return BundleMemory(owner_rank, whole, (whole.view(4, -1),))
+SCATTERED = BlockRuns.of([1, 2, 5, 7])
 
 
 class FakeWork:
-    """A collective under way; `wait` takes `seconds`, then fails if told to."""
+    """A collective under way."""
 
-    def __init__(self, log=None, *, seconds=0.0, failure=None):
-        self.log = log if log is not None else []
-        self.seconds = seconds
+    def __init__(self, failure=None):
         self.failure = failure
 
-    def wait(self, timeout=None):
-        self.log.append("wait for the collective" if timeout is None else timeout)
-        time.sleep(self.seconds)
+    def wait(self):
         if self.failure is not None:
             raise self.failure
 
 
-class FakeStream:
-    """A stream that writes down what it is ordered after. It has no `synchronize`."""
+class FakeGroup:
+    """Stands in for `torch.distributed` as one rank sees it.
 
-    def __init__(self, name, log):
-        self.name = name
-        self._log = log
+    `calls` holds what is broadcast; at a receiver, `incoming` is what arrives, piece by piece.
+    """
 
-    def wait_event(self, event):
-        self._log.append(f"{self.name} waits for {event.name}")
+    def __init__(self, monkeypatch, rank):
+        self.calls = []
+        self.incoming = []
+        self.failure = None
+        self._rank = rank
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+        monkeypatch.setattr(torch.distributed, "broadcast", self._broadcast)
 
-
-class FakeEvent:
-    """An event that writes down where it is recorded. It has no `synchronize`."""
-
-    def __init__(self, name, log):
-        self.name = name
-        self._log = log
-
-    def record(self, stream):
-        self._log.append(f"{self.name} recorded on {stream.name}")
-
-
-class FakeStreams:
-    """`DeviceStreams` with a compute stream as the current one; events are named in the order of their making."""
-
-    def __init__(self):
-        self.log = []
-        self.compute = FakeStream("compute", self.log)
-        self.transfer = FakeStream("transfer", self.log)
-        self._current = self.compute
-        self._names = iter(("ready", "done"))
-
-    def current(self):
-        return self._current
-
-    @contextmanager
-    def use(self, stream):
-        outer, self._current = self._current, stream
-        yield
-        self._current = outer
-
-    def event(self):
-        return FakeEvent(next(self._names), self.log)
+    def _broadcast(self, tensor, src=None, group=None, async_op=False, group_src=None):
+        if self.incoming:
+            tensor.copy_(self.incoming.pop(0))
+        self.calls.append(
+            {"bytes": tensor.clone(), "src": src, "group": group, "async_op": async_op, "group_src": group_src}
+        )
+        return FakeWork(self.failure)
 
 
 @pytest.fixture
-def streams(monkeypatch):
-    """Fake streams, on which `torch.distributed.broadcast` writes down where it is queued."""
-    streams = FakeStreams()
+def make_rank(monkeypatch):
+    """A transport and what it does on one rank; `staging_bytes` of memory for blocks of 8 bytes."""
 
-    def broadcast(tensor, **kwargs):
-        streams.log.append(f"broadcast on {streams.current().name}")
-        return FakeWork(streams.log)
+    def make_rank(rank, *, staging_bytes=0):
+        group = FakeGroup(monkeypatch, rank)
+        staging = torch.zeros(staging_bytes, dtype=torch.uint8) if staging_bytes else None
+        return HostBroadcast(GROUP, 5.0, staging, largest_page_bytes=8), group
 
-    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
-    return streams
-
-
-@pytest.fixture
-def broadcasts(monkeypatch):
-    """The arguments of every `torch.distributed.broadcast`."""
-    calls = []
-
-    def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-        calls.append({"tensor": tensor, "src": src, "group": group, "async_op": async_op, "group_src": group_src})
-        return FakeWork()
-
-    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
-    return calls
+    return make_rank
 
 
-def start_on(streams):
-    return StreamBroadcast(GROUP, streams, streams.transfer).start(bundle_memory())
+def send(transport, way, blocks, memory):
+    transport.prepare(Selection(way, blocks))
+    pending = transport.start(memory)
+    pending.wait()
+    return pending
 
 
-@pytest.mark.parametrize(
-    "transport", [HostBroadcast(GROUP, 5.0), StreamBroadcast(GROUP, FakeStreams(), FakeStream("transfer", []))]
-)
-def test_the_whole_bundle_is_sent_from_its_owner_inside_the_group_without_blocking(transport, broadcasts):
-    memory = bundle_memory(owner_rank=3)
-    transport.start(memory)
-    (call,) = broadcasts
+def test_the_whole_bundle_is_sent_from_its_owner_inside_the_group(make_rank, make_memory):
+    transport, group = make_rank(1)
+    memory = make_memory(owner_rank=3)
+    pending = send(transport, Way.WHOLE, SCATTERED, memory)
+    (call,) = group.calls
 
-    assert call["tensor"] is memory.whole
+    assert torch.equal(call["bytes"], memory.whole)
     assert call["group"] is GROUP
-    assert call["async_op"] is True
     # An owner rank counts inside the group; `src` counts in the world.
-    assert call["group_src"] == 3
-    assert call["src"] is None
+    assert (call["group_src"], call["src"]) == (3, None)
+    assert (pending.num_bytes, pending.num_calls) == (64, 1)
 
 
-def test_a_rank_outside_the_group_is_a_bug_of_ours(monkeypatch):
+def test_runs_are_sent_one_by_one_component_by_component(make_rank, make_memory):
+    transport, group = make_rank(0)
+    memory = make_memory()
+    pending = send(transport, Way.RUNS, SCATTERED, memory)
+
+    sent = [call["bytes"].tolist() for call in group.calls]
+    main, indexer = memory.components
+    assert sent == [
+        main[1:3].flatten().tolist(),
+        main[5].tolist(),
+        main[7].tolist(),
+        indexer[1:3].flatten().tolist(),
+        indexer[5].tolist(),
+        indexer[7].tolist(),
+    ]
+    assert (pending.num_bytes, pending.num_calls) == (4 * 8, 6)
+
+
+@pytest.mark.parametrize(("staging_bytes", "num_chunks"), [(8, 4), (23, 2), (24, 2), (64, 1)])
+def test_staged_blocks_arrive_at_the_same_ids_in_as_many_chunks_as_the_memory_makes_them(
+    make_rank, make_memory, staging_bytes, num_chunks
+):
+    owners = make_memory()
+    transport, group = make_rank(0, staging_bytes=staging_bytes)
+    sending = send(transport, Way.STAGED, SCATTERED, owners)
+    chunks = [call["bytes"] for call in group.calls]
+
+    transport, group = make_rank(1, staging_bytes=staging_bytes)
+    group.incoming = list(chunks)
+    receivers = make_memory(is_owner=False)
+    receiving = send(transport, Way.STAGED, SCATTERED, receivers)
+
+    for received, kept in zip(receivers.components, owners.components, strict=True):
+        expected = torch.zeros_like(kept)
+        expected[list(SCATTERED)] = kept[list(SCATTERED)]
+        assert torch.equal(received, expected)
+    assert sending.num_bytes == receiving.num_bytes == 4 * 8 == sum(chunk.numel() for chunk in chunks)
+    assert sending.num_calls == receiving.num_calls == num_chunks
+
+
+def test_an_owner_does_not_write_its_own_blocks(make_rank, make_memory):
+    transport, _ = make_rank(0, staging_bytes=16)
+    memory = make_memory()
+    before = memory.whole.clone()
+    send(transport, Way.STAGED, SCATTERED, memory)
+
+    assert torch.equal(memory.whole, before)
+
+
+def test_the_blocks_of_a_step_are_those_that_were_named_last(make_rank, make_memory):
+    transport, group = make_rank(0)
+    send(transport, Way.RUNS, BlockRuns.of([1]), make_memory())
+    group.calls.clear()
+    send(transport, Way.RUNS, BlockRuns.of([4]), make_memory())
+
+    assert [call["bytes"].numel() for call in group.calls] == [6, 2]
+    assert torch.equal(group.calls[0]["bytes"], make_memory().components[0][4])
+
+
+def test_a_rank_outside_the_group_is_a_bug_of_ours(make_rank, make_memory, monkeypatch):
+    transport, _ = make_rank(0)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, **kwargs: None)
 
     with pytest.raises(AssertionError, match="not in the KVPP group"):
-        HostBroadcast(GROUP, 5.0).start(bundle_memory())
+        transport.start(make_memory()).wait()
 
 
-def test_a_host_transfer_counts_the_bytes_of_its_bundle(broadcasts):
-    assert HostBroadcast(GROUP, 5.0).start(bundle_memory(num_bytes=96)).num_bytes == 96
-
-
-def test_starting_a_host_transfer_does_not_wait_for_it(monkeypatch):
-    work = FakeWork()
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, **kwargs: work)
-    HostBroadcast(GROUP, 5.0).start(bundle_memory())
-
-    assert work.log == []
-
-
-def test_a_host_transfer_waits_for_at_most_the_limit(monkeypatch):
-    work = FakeWork()
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, **kwargs: work)
-    HostBroadcast(GROUP, 2.5).start(bundle_memory()).wait()
-
-    assert work.log == [timedelta(seconds=2.5)]
-
-
-def test_a_host_transfer_that_takes_longer_than_the_limit_times_out():
-    work = FakeWork(seconds=0.02, failure=RuntimeError("Timed out waiting 10ms for recv operation to complete"))
-
-    with pytest.raises(TimeoutError, match=r"^not finished after 0\.01 s$") as caught:
-        HostTransfer(work, 96, timeout_seconds=0.01).wait()
-    assert caught.value.__cause__ is work.failure
-
-
-def test_a_lost_peer_of_a_host_transfer_is_reported_as_the_backend_reports_it():
-    work = FakeWork(failure=RuntimeError("Connection closed by peer"))
+def test_a_lost_peer_is_reported_as_the_backend_reports_it(make_rank, make_memory):
+    transport, group = make_rank(0)
+    group.failure = RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError) as caught:
-        HostTransfer(work, 96, timeout_seconds=5.0).wait()
-    assert caught.value is work.failure
+        transport.start(make_memory()).wait()
+    assert caught.value is group.failure
 
 
-def test_a_stream_transfer_is_ordered_after_the_compute_stream_and_the_collective(streams):
-    start_on(streams)
-
-    assert streams.log == [
-        "ready recorded on compute",
-        "transfer waits for ready",
-        "broadcast on transfer",
-        "wait for the collective",
-        "done recorded on transfer",
-    ]
-
-
-def test_waiting_for_a_stream_transfer_orders_the_current_stream_and_nothing_else(streams):
-    pending = start_on(streams)
-    streams.log.clear()
-    pending.wait()
-
-    assert streams.log == ["compute waits for done"]
-
-
-def test_waiting_orders_the_stream_that_is_current_then(streams):
-    pending = start_on(streams)
-    streams.log.clear()
-    with streams.use(FakeStream("another", streams.log)):
-        pending.wait()
-
-    assert streams.log == ["another waits for done"]
-
-
-def test_the_compute_stream_is_current_again_after_the_start(streams):
-    start_on(streams)
-
-    assert streams.current() is streams.compute
-
-
-def test_a_stream_transfer_counts_the_bytes_of_its_bundle(streams):
-    assert start_on(streams).num_bytes == 96
-
-
-def test_a_device_without_streams_gets_the_host_path():
-    assert isinstance(make_broadcast(GROUP, torch.device("cpu"), 5.0), HostBroadcast)
-
-
-def test_a_device_with_streams_gets_a_transfer_stream_of_its_own(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch, "Stream", lambda device: made.append(device) or FakeStream("own", []))
-    transport = make_broadcast(GROUP, torch.device("cuda:1"), 5.0)
-
-    assert isinstance(transport, StreamBroadcast)
-    assert made == [torch.device("cuda:1")]
-
-
-def test_the_current_stream_is_asked_of_the_device_that_holds_the_cache(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"current of {device}")
-
-    assert AcceleratorStreams(torch.device("cuda:1")).current() == "current of cuda:1"
-
-
-def test_an_event_belongs_to_the_device_that_holds_the_cache(monkeypatch):
-    monkeypatch.setattr(torch, "Event", lambda device: f"event of {device}")
-
-    assert AcceleratorStreams(torch.device("cuda:1")).event() == "event of cuda:1"
+@pytest.mark.parametrize(("staging_bytes", "blocks"), [(0, 0), (7, 0), (8, 1), (63, 7)])
+def test_as_many_blocks_are_staged_as_the_memory_holds_of_the_largest_bundle(make_rank, staging_bytes, blocks):
+    assert make_rank(0, staging_bytes=staging_bytes)[0].traits.blocks_per_chunk == blocks

@@ -5,27 +5,32 @@ import torch
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_kvpp.errors import KVPPOrderError, KVPPSeamError
+from vllm_kvpp.runtime.history import BlockTables
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
+from vllm_kvpp.selection import LinkTraits, TransferSeconds
 from vllm_kvpp.transport.base import BundleMemory
-from vllm_kvpp.vllm_seam.attach import attach, describe_step
+from vllm_kvpp.vllm_seam.attach import attach, describe_schedule
 
 
-def new_request(request_id, num_computed_tokens):
+def new_request(request_id, num_computed_tokens, block_ids=(1, 2, 3, 4)):
     return NewRequestData(
         req_id=request_id,
         prompt_token_ids=[1, 2, 3],
         mm_features=[],
         sampling_params=None,
         pooling_params=None,
-        block_ids=([1],),
+        block_ids=(list(block_ids),),
         num_computed_tokens=num_computed_tokens,
         lora_request=None,
     )
 
 
-def scheduler_output(*, new=None, running=None, resumed=None, scheduled=None):
-    """Requests with their computed tokens; each gets one token scheduled, unless `scheduled` says otherwise."""
-    new, resumed = new or {}, resumed or {}
+def scheduler_output(*, new=None, running=None, resumed=None, scheduled=None, blocks=None, finished=()):
+    """Requests with their computed tokens; each gets one token scheduled, unless `scheduled` says otherwise.
+
+    `blocks` names new blocks of running and resumed requests.
+    """
+    new, resumed, blocks = new or {}, resumed or {}, blocks or {}
     cached = (running or {}) | resumed
     scheduled = dict.fromkeys(new | cached, 1) if scheduled is None else scheduled
     output = SchedulerOutput.make_empty()
@@ -35,51 +40,64 @@ def scheduler_output(*, new=None, running=None, resumed=None, scheduled=None):
         resumed_req_ids=set(resumed),
         new_token_ids=[],
         all_token_ids={},
-        new_block_ids=[None] * len(cached),
+        new_block_ids=[(blocks[name],) if name in blocks else None for name in cached],
         num_computed_tokens=list(cached.values()),
         num_output_tokens=[0] * len(cached),
     )
     output.num_scheduled_tokens = scheduled
     output.total_num_scheduled_tokens = sum(scheduled.values())
+    output.finished_req_ids = set(finished)
     return output
 
 
-def computed_tokens(output):
-    return dict(describe_step(output).num_computed_tokens)
+def described(output):
+    """Each request as (name, computed tokens, blocks, whether they replace, whether it is scheduled)."""
+    return [
+        (update.request_id, update.num_computed_tokens, update.block_ids, update.replaces_blocks, update.is_scheduled)
+        for update in describe_schedule(output).requests
+    ]
 
 
-def test_a_new_request_without_a_prefix_hit_has_no_history():
-    assert computed_tokens(scheduler_output(new={"a": 0})) == {"a": 0}
+def test_a_new_request_brings_its_first_blocks():
+    assert described(scheduler_output(new={"a": 0})) == [("a", 0, [1, 2, 3, 4], True, True)]
 
 
-def test_a_new_request_with_a_prefix_hit_has_history():
-    assert computed_tokens(scheduler_output(new={"a": 64})) == {"a": 64}
+def test_a_new_request_with_a_prefix_hit_brings_its_computed_tokens():
+    assert described(scheduler_output(new={"a": 64})) == [("a", 64, [1, 2, 3, 4], True, True)]
 
 
-def test_a_running_request_has_the_history_that_the_scheduler_counts():
-    assert computed_tokens(scheduler_output(running={"a": 17, "b": 5})) == {"a": 17, "b": 5}
+def test_a_running_request_has_the_history_that_the_scheduler_counts_and_blocks_to_append():
+    output = scheduler_output(running={"a": 17, "b": 5}, blocks={"b": [7, 9]})
+
+    assert described(output) == [("a", 17, [], False, True), ("b", 5, [7, 9], False, True)]
 
 
-def test_a_resumed_request_without_computed_tokens_has_no_history():
-    assert not describe_step(scheduler_output(resumed={"a": 0})).has_history
-
-
-def test_a_resumed_request_with_a_prefix_hit_has_history():
-    assert describe_step(scheduler_output(resumed={"a": 32})).has_history
+def test_a_resumed_requests_blocks_take_the_place_of_the_old_ones():
+    assert described(scheduler_output(resumed={"a": 32}, blocks={"a": [8, 9]})) == [("a", 32, [8, 9], True, True)]
 
 
 def test_new_and_running_requests_of_one_batch_are_described_together():
-    assert computed_tokens(scheduler_output(new={"a": 0}, running={"b": 9})) == {"a": 0, "b": 9}
+    output = scheduler_output(new={"a": 0}, running={"b": 9})
+
+    assert [update[:2] for update in described(output)] == [("a", 0), ("b", 9)]
 
 
-def test_a_request_without_scheduled_tokens_takes_no_part():
+def test_requests_without_scheduled_tokens_are_told_apart():
     output = scheduler_output(new={"a": 0}, running={"b": 9, "c": 4}, scheduled={"a": 3, "c": 0})
 
-    assert computed_tokens(output) == {"a": 0}
+    assert [(update[0], update[4]) for update in described(output)] == [("a", True), ("b", False), ("c", False)]
 
 
-def test_an_empty_step_has_no_history():
-    assert not describe_step(SchedulerOutput.make_empty()).has_history
+def test_finished_requests_are_named():
+    assert describe_schedule(scheduler_output(finished=["a", "b"])).finished == {"a", "b"}
+
+
+def test_blocks_of_several_groups_of_caches_are_a_bug_of_ours():
+    output = scheduler_output(new={"a": 0})
+    output.scheduled_new_reqs[0].block_ids = ([1], [2])
+
+    with pytest.raises(ValueError, match="too many values"):
+        describe_schedule(output)
 
 
 class FakeLayer:
@@ -115,12 +133,22 @@ class FakeRunner:
 class LoggedTransport:
     """Writes starts and waits into the log of the runner, by owner rank."""
 
+    traits = LinkTraits(call_bytes=0)
+
     def __init__(self, log):
         self.log = log
 
+    def prepare(self, selection):
+        self.log.append(f"blocks {list(selection.blocks)}")
+
     def start(self, memory):
         self.log.append(f"start {memory.owner_rank}")
-        return SimpleNamespace(num_bytes=1, wait=lambda: self.log.append(f"wait {memory.owner_rank}"))
+        return SimpleNamespace(
+            num_bytes=1,
+            num_calls=1,
+            wait=lambda: self.log.append(f"wait {memory.owner_rank}"),
+            seconds=lambda: TransferSeconds(0.0, 0.0),
+        )
 
 
 def attach_to(names=("layers.0.attn", "layers.1.attn"), *, without_hook=()):
@@ -133,14 +161,15 @@ def attach_with_transfers(names=("layers.0.attn", "layers.1.attn"), *, without_h
     runner = FakeRunner(names)
     for name in without_hook:
         runner.layers[name] = SimpleNamespace()
-    whole = torch.zeros(1, dtype=torch.uint8)
-    layers = tuple(TargetLayer((name,), BundleMemory(number, whole, (whole,))) for number, name in enumerate(names))
+    whole = torch.zeros(8, dtype=torch.uint8)
+    memories = [BundleMemory(number, whole, (whole.view(8, 1),)) for number in range(len(names))]
+    layers = tuple(TargetLayer((name,), memory) for name, memory in zip(names, memories, strict=True))
     transfers = LayerTransfers(layers, LoggedTransport(runner.log), "under test")
-    attach(transfers, layers, runner.layers, runner)
+    attach(transfers, BlockTables(16), layers, runner.layers, runner)
     return runner, transfers
 
 
-DECODE = scheduler_output(running={"a": 17})
+DECODE = scheduler_output(resumed={"a": 17}, blocks={"a": [5, 2, 7]})
 
 
 def test_each_layer_waits_before_its_own_hook_runs():
@@ -149,6 +178,7 @@ def test_each_layer_waits_before_its_own_hook_runs():
 
     assert runner.log == [
         "execute with None",
+        "blocks [2, 5]",
         "start 0",
         "wait 0",
         "start 1",
@@ -206,6 +236,20 @@ def test_execute_model_takes_and_returns_what_it_did(output):
 
 def test_execute_model_takes_the_scheduler_output_by_name():
     assert attach_to().execute_model(scheduler_output=DECODE) == "output"
+
+
+def test_blocks_are_followed_from_step_to_step():
+    runner = attach_to()
+    runner.execute_model(scheduler_output(new={"a": 0}))
+    runner.execute_model(scheduler_output(running={"a": 60}))
+    runner.execute_model(scheduler_output(running={"a": 70}, blocks={"a": [6]}))
+    runner.execute_model(scheduler_output(new={"a": 1}, finished=["a"]))
+
+    assert [line for line in runner.log if line.startswith("blocks")] == [
+        "blocks [1, 2, 3, 4]",
+        "blocks [1, 2, 3, 4, 6]",
+        "blocks [1]",
+    ]
 
 
 def test_only_this_runner_and_these_layers_change():

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -43,6 +44,9 @@ class FakeTransport:
         self.delivers = delivers
         self.owners = []
 
+    def prepare(self, selection):
+        """Nothing to prepare."""
+
     def start(self, memory):
         self.owners.append(memory.owner_rank)
 
@@ -64,14 +68,14 @@ def make(monkeypatch):
     def make(rank=0, *, size=4, tp=2, pp=1, dp=1, pcp=1, transport=None):
         world, transport = FakeWorld(rank, size), transport or FakeTransport()
         monkeypatch.setattr(groups_module, "dist", world)
-        monkeypatch.setattr(groups_module, "make_broadcast", lambda *args: transport)
+        monkeypatch.setattr(groups_module, "HostBroadcast", lambda *args: transport)
         sizes = SimpleNamespace(
             data_parallel_size=dp,
             pipeline_parallel_size=pp,
             prefill_context_parallel_size=pcp,
             tensor_parallel_size=tp,
         )
-        return make_group(sizes, CPU, timeout_seconds=7.0), world
+        return make_group(sizes, CPU, timeout_seconds=7.0, may_share_memory=False), world
 
     return make
 
@@ -151,8 +155,33 @@ def test_a_lost_probe_is_named_by_the_world_rank_of_its_sender(make):
         make(3, pp=2, transport=FakeTransport(delivers=False))
 
 
+def test_a_device_with_streams_gets_broadcasts_on_a_stream_of_its_own(make, monkeypatch):
+    made = []
+    monkeypatch.setattr(groups_module, "make_stream_broadcast", lambda *args: made.append(args))
+    group, _ = make()
+    device, staging = torch.device("cuda:1"), torch.zeros(8)
+    replace(group, device=device).make_broadcast(staging, 4)
+
+    assert made == [(group.data, device, staging, 4)]
+
+
+def test_memory_that_cannot_be_shared_is_named_by_rank_with_a_remedy(make):
+    group, world = make(2, pp=2)
+    world.answers = [groups_module._Failure("RuntimeError: No space left on device (28)"), SimpleNamespace()]
+
+    with pytest.raises(KVPPRankMismatchError) as caught:
+        group.share(torch.zeros(8, dtype=torch.uint8))
+    assert str(caught.value) == (
+        "The KVPP group of ranks [2, 3] cannot share its KV cache between processes: rank 2: RuntimeError: No space "
+        "left on device (28). Give the container more shared memory (--shm-size), or set kvpp.transport to "
+        '"broadcast".'
+    )
+
+
 def test_a_group_cannot_be_changed():
-    group = KVPPGroup(ranks=(0, 1), rank=0, transport=FakeTransport(), control=None)
+    group = KVPPGroup(
+        ranks=(0, 1), rank=0, device=CPU, timeout_seconds=1.0, data=None, control=None, shares_memory=False
+    )
 
     with pytest.raises(AttributeError):
         group.rank = 1

@@ -17,7 +17,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_kvpp.errors import KVPPConfigError, KVPPSeamError
 from vllm_kvpp.plan import place, plan_cache
-from vllm_kvpp.vllm_seam.placement import describe_caches, find_backing, rewrite_tensors, view_layers
+from vllm_kvpp.vllm_seam.placement import RankMemory, describe_caches, find_backing, rewrite_tensors, view_layers
 
 NUM_BLOCKS = 7
 BLOCK_SIZE = 16
@@ -154,7 +154,7 @@ def test_vllm_puts_every_cache_where_the_plan_says_in_one_buffer(specs, group_ra
 def test_writing_a_block_through_vllms_view_shows_at_the_same_block_of_ours(specs, group_rank):
     placement = place_on(specs, group_rank)
     modules = allocate(rewrite_tensors(stock_config(specs), placement))
-    for layer in view_layers(placement, find_backing(placement, modules), modules):
+    for layer in view_layers(RankMemory(placement, find_backing(placement, modules)), modules):
         for name, view in zip(layer.names, layer.memory.components, strict=True):
             modules[name].kv_cache[3] = 1
             assert torch.equal(view[3], bytes_of(modules[name].kv_cache[3]))
@@ -166,16 +166,43 @@ def test_writing_a_block_through_vllms_view_shows_at_the_same_block_of_ours(spec
 def test_a_bundle_received_as_a_whole_shows_in_every_view_of_vllm(specs):
     placement = place_on(specs, 0)
     modules = allocate(rewrite_tensors(stock_config(specs), placement))
-    for layer in view_layers(placement, find_backing(placement, modules), modules):
+    for layer in view_layers(RankMemory(placement, find_backing(placement, modules)), modules):
         layer.memory.whole.copy_(torch.arange(layer.memory.whole.numel()) % 251)
         shown = torch.cat([bytes_of(modules[name].kv_cache) for name in layer.names])
         assert torch.equal(shown, layer.memory.whole)
 
 
+def make_memory(placement):
+    return RankMemory(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8))
+
+
+@STAGES
+@RANKS
+def test_a_receiver_that_can_read_its_peers_finds_the_owners_bytes_and_an_owner_has_no_source(specs, group_rank):
+    memories = [make_memory(place_on(specs, rank)) for rank in range(2)]
+    layers = view_layers(memories[group_rank], MODULES, memories)
+    owned = [view_layers(memories[layer.memory.owner_rank], MODULES)[n].memory for n, layer in enumerate(layers)]
+
+    for layer, owners in zip(layers, owned, strict=True):
+        is_owner = layer.memory.owner_rank == group_rank
+        expected = () if is_owner else owners.components
+        assert [source.data_ptr() for source in layer.memory.source] == [view.data_ptr() for view in expected]
+        assert [source.shape for source in layer.memory.source] == [view.shape for view in expected]
+
+
+def test_staging_memory_is_the_end_of_the_allocation():
+    plan = plan_cache(describe_caches(DENSE), group_size=2)
+    staged = make_memory(place(plan, 0, 4, staging_bytes=1000))
+
+    assert staged.view_staging().numel() == 1000
+    assert staged.view_staging().data_ptr() + 1000 == staged.backing.data_ptr() + staged.backing.numel()
+    assert make_memory(place(plan, 0, 4)).view_staging() is None
+
+
 @RANKS
 def test_layers_come_in_execution_order_with_their_owners_and_all_their_caches(group_rank):
     placement = place_on(SPARSE, group_rank)
-    layers = view_layers(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8), MODULES)
+    layers = view_layers(make_memory(placement), MODULES)
 
     assert [(layer.names, layer.entry, layer.memory.owner_rank) for layer in layers] == [
         (("model.layers.0.attn", "model.layers.0.indexer"), "model.layers.0.indexer", 0),
@@ -188,7 +215,7 @@ def test_layers_come_in_execution_order_with_their_owners_and_all_their_caches(g
 
 def test_layers_of_other_ranks_share_two_buffers_and_owned_ones_share_none():
     placement = place_on(DENSE, 0)
-    layers = view_layers(placement, torch.zeros(placement.num_bytes, dtype=torch.uint8), MODULES)
+    layers = view_layers(make_memory(placement), MODULES)
     starts = [layer.memory.whole.data_ptr() for layer in layers]
 
     # Rank 0 owns layers 0 to 2 and receives layers 3 to 5 in buffers 1, 0, 1.

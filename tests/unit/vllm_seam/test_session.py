@@ -10,12 +10,15 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_kvpp.deployment import Deployment
 from vllm_kvpp.errors import KVPPBudgetError, KVPPConfigError
 from vllm_kvpp.plan import fit_num_blocks, plan_cache
+from vllm_kvpp.transport.recording import RecordingTransport
 from vllm_kvpp.vllm_seam import session as session_module
 from vllm_kvpp.vllm_seam.placement import describe_caches
 from vllm_kvpp.vllm_seam.session import KVPPSession, find_draft_names
 
 MIB = 1024 * 1024
 AVAILABLE = 64 * MIB
+# A sixty-fourth, which is the default.
+STAGING = MIB
 CPU = torch.device("cpu")
 
 
@@ -25,16 +28,30 @@ class FakeGroup:
     ranks = (2, 3)
     size = 2
     label = "of ranks [2, 3]"
-    transport = None
 
-    def __init__(self, rank=0):
+    def __init__(self, rank=0, *, shares_memory=False):
         self.rank = rank
+        self.shares_memory = shares_memory
         self.agreed = []
         self.made_from = ()
+        self.staged_by = ()
 
-    def make(self, *args):
-        self.made_from = args
+    def make(self, *args, **kwargs):
+        self.made_from = (*args, kwargs)
         return self
+
+    def gather(self, value):
+        return [value] * self.size
+
+    def share(self, tensor):
+        return (tensor,) * self.size
+
+    def make_peer_copies(self):
+        return RecordingTransport()
+
+    def make_broadcast(self, staging, largest_page_bytes):
+        self.staged_by = (0 if staging is None else staging.numel(), largest_page_bytes)
+        return RecordingTransport()
 
     def check_agreement(self, what, value):
         self.agreed.append((what, value))
@@ -53,9 +70,11 @@ class FakeRunner:
         """Nothing to execute."""
 
 
-def make_config(*, layout=KVCacheLayout.LBHNC, override=None, max_model_len=1024, original_max_model_len=None):
+def make_config(
+    *, layout=KVCacheLayout.LBHNC, override=None, max_model_len=1024, original_max_model_len=None, **options
+):
     return SimpleNamespace(
-        additional_config={"enable_kvpp": True, "kvpp": {"transfer_timeout_seconds": 7}},
+        additional_config={"enable_kvpp": True, "kvpp": {"transfer_timeout_seconds": 7, **options}},
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
             get_resolved_kv_cache_layout=lambda: layout,
@@ -64,7 +83,7 @@ def make_config(*, layout=KVCacheLayout.LBHNC, override=None, max_model_len=1024
         ),
         compilation_config=SimpleNamespace(static_forward_context={}),
         model_config=SimpleNamespace(max_model_len=max_model_len, original_max_model_len=original_max_model_len),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(data_parallel_index=0, world_size_across_dp=4),
         speculative_config=None,
     )
 
@@ -95,7 +114,14 @@ def test_the_group_is_made_with_the_users_timeout(make_session):
     config, group = make_config(), FakeGroup()
     make_session(config, group=group)
 
-    assert group.made_from == (config.parallel_config, CPU, 7.0)
+    assert group.made_from == (config.parallel_config, CPU, 7.0, {"may_share_memory": True})
+
+
+def test_a_group_that_is_to_broadcast_does_not_try_to_share_memory(make_session):
+    group = FakeGroup()
+    make_session(make_config(transport="broadcast"), group=group)
+
+    assert group.made_from[-1] == {"may_share_memory": False}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -105,7 +131,7 @@ def test_the_engine_arrives_at_the_blocks_that_fit(make_session, make_specs, ran
     logical_bytes = make_session(config, group=FakeGroup(rank)).plan_budget(specs, AVAILABLE, FakeRunner())
     plan = plan_cache(describe_caches(specs), group_size=2)
 
-    assert plan_with_engine(config, specs, logical_bytes).num_blocks == fit_num_blocks(plan, rank, AVAILABLE)
+    assert plan_with_engine(config, specs, logical_bytes).num_blocks == fit_num_blocks(plan, rank, AVAILABLE, STAGING)
 
 
 def test_a_stage_without_caches_keeps_its_bytes(make_session):
@@ -138,14 +164,14 @@ def test_a_request_of_full_length_that_does_not_fit_is_refused_with_the_length_t
     session = make_session(make_config(max_model_len=1_000_000))
     with pytest.raises(KVPPBudgetError) as caught:
         session.plan_budget(make_specs(), AVAILABLE, FakeRunner())
-    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE)
+    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE, STAGING)
 
     assert "One request of max_model_len 1000000 needs 62501 blocks" in str(caught.value)
     assert str(caught.value).endswith(f"lower max_model_len to {(num_blocks - 1) * 16} or less.")
 
 
 def test_the_length_that_a_refusal_proposes_is_accepted(make_session, make_specs):
-    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE)
+    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE, STAGING)
     session = make_session(make_config(max_model_len=(num_blocks - 1) * 16))
 
     assert session.plan_budget(make_specs(), AVAILABLE, FakeRunner()) > 0
@@ -159,7 +185,7 @@ def test_a_length_that_vllm_may_shorten_itself_is_not_refused(make_session, make
 
 def test_more_blocks_by_override_than_fit_are_refused_with_the_number_that_does(make_session, make_specs):
     session = make_session(make_config(override=100_000))
-    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE)
+    num_blocks = fit_num_blocks(plan_cache(describe_caches(make_specs()), group_size=2), 0, AVAILABLE, STAGING)
 
     with pytest.raises(KVPPBudgetError, match=f"Lower num_gpu_blocks_override to {num_blocks} or less"):
         session.plan_budget(make_specs(), AVAILABLE, FakeRunner())
@@ -171,7 +197,8 @@ def test_a_refused_budget_says_what_a_block_costs(make_session, make_specs):
 
     assert (
         "A block costs group rank 0 92,160 bytes (55,296 for its layers [0, 1, 2], 0 for draft layers, 36,864 for two "
-        "scratch buffers), and 1,048,576 bytes are available." in str(caught.value)
+        "scratch buffers), and 1,048,576 bytes are available, of which staging memory takes 18,432."
+        in str(caught.value)
     )
 
 
@@ -211,10 +238,10 @@ def test_a_stage_without_a_plan_leaves_the_configuration_as_it_is(make_session, 
     assert make_session().place(engine_config) is engine_config
 
 
-def run_to_attachment(make_session, specs):
+def run_to_attachment(make_session, specs, *, group=None, **options):
     """Plan, place, let vLLM allocate, bind and attach."""
-    config, runner = make_config(), FakeRunner()
-    session = make_session(config)
+    config, runner = make_config(**options), FakeRunner()
+    session = make_session(config, group=group)
     placed = session.place(plan_with_engine(config, specs, session.plan_budget(specs, AVAILABLE, runner)))
     for name, cache in allocate_kv_cache(placed, CPU, KVCacheLayout.LBHNC).items():
         module = SimpleNamespace(kv_cache=cache, prepare_kv_cache_update=lambda attn_metadata: None)
@@ -230,6 +257,56 @@ def test_the_report_holds_plan_allocation_and_counters(make_session, make_specs)
     assert report["group_ranks"] == [2, 3]
     assert report["allocated_bytes"] == report["planned_bytes"] <= report["available_bytes"] == AVAILABLE
     assert report["counters"]["transfers"] == 0
+
+
+def test_by_default_broadcasts_get_staging_memory_inside_the_budget(make_session, make_specs):
+    group = FakeGroup()
+    report = run_to_attachment(make_session, make_specs(), group=group).report()
+
+    assert group.staged_by == (STAGING, 18_432)
+    assert (report["transfer"], report["transport"], report["staging_bytes"]) == ("auto", "broadcast", STAGING)
+
+
+def test_staging_memory_of_the_size_asked_for_is_inside_the_budget(make_session, make_specs):
+    group = FakeGroup()
+    report = run_to_attachment(make_session, make_specs(), group=group, staging_mib=3).report()
+
+    assert group.staged_by == (3 * MIB, 18_432)
+    assert report["allocated_bytes"] <= AVAILABLE
+
+
+def test_whole_layers_need_no_staging_memory(make_session, make_specs):
+    group = FakeGroup()
+    session = run_to_attachment(make_session, make_specs(), group=group, transfer="full")
+
+    assert group.staged_by == (0, 18_432)
+    assert session.transfers.transfer == "full"
+
+
+def test_staging_memory_that_leaves_no_block_is_refused_with_the_range(make_session, make_specs):
+    session = make_session(make_config(staging_mib=64))
+
+    with pytest.raises(
+        KVPPBudgetError, match=r"kvpp\.staging_mib is 64, but it has to be between 0\.0175781 .* and 63\.9"
+    ):
+        session.plan_budget(make_specs(), AVAILABLE, FakeRunner())
+
+
+def test_ranks_that_share_memory_read_each_others_and_stage_nothing(make_session, make_specs, monkeypatch):
+    monkeypatch.setattr(session_module, "free_shared_bytes", lambda: 4 * AVAILABLE)
+    session = run_to_attachment(make_session, make_specs(), group=FakeGroup(shares_memory=True))
+
+    assert (session.report()["transport"], session.report()["staging_bytes"]) == ("shared memory", 0)
+    assert [bool(layer.memory.source) for layer in session.transfers._layers] == [False] * 3 + [True] * 3
+
+
+def test_ranks_broadcast_where_the_host_has_too_little_shared_memory_for_all_groups(
+    make_session, make_specs, monkeypatch
+):
+    monkeypatch.setattr(session_module, "free_shared_bytes", lambda: 4 * AVAILABLE - 1)
+    session = run_to_attachment(make_session, make_specs(), group=FakeGroup(shares_memory=True))
+
+    assert session.report()["transport"] == "broadcast"
 
 
 def test_before_the_cache_is_bound_the_report_knows_the_group_only(make_session):

@@ -1,0 +1,34 @@
+"""How much memory gather and scatter get (R-MEM-3: it is inside the budget)."""
+
+from vllm_kvpp.errors import KVPPBudgetError
+from vllm_kvpp.plan.cache_plan import CachePlan
+
+# Enough for a link to run at its full speed; more would only cost blocks.
+LARGEST_DEFAULT_BYTES = 64 * 1024 * 1024
+DEFAULT_SHARE = 64
+
+
+def plan_staging(plan: CachePlan, group_rank: int, available_bytes: int, asked_bytes: int | None) -> int:
+    """The bytes of the staging memory of one rank: those asked for, or a small share of the available ones.
+
+    Without an explicit size, a budget too small for it gives 0: then nothing is staged.
+
+    Raises:
+        KVPPBudgetError: the size asked for holds no block of the largest bundle, or leaves no block for the cache.
+    """
+    smallest = plan.largest_bundle_page_bytes
+    largest = available_bytes - plan.bytes_per_block(group_rank).total
+    if asked_bytes is None:
+        default = max(smallest, min(LARGEST_DEFAULT_BYTES, available_bytes // DEFAULT_SHARE))
+        return default if default <= largest // 2 else 0
+    if not smallest <= asked_bytes <= largest:
+        raise KVPPBudgetError(
+            f"kvpp.staging_mib is {_mib(asked_bytes)}, but it has to be between {_mib(smallest)} (one block of the "
+            f"largest layer) and {_mib(largest)} (which leaves one block to the KV cache of {_mib(available_bytes)} "
+            "MiB). Leave it out to let KVPP choose."
+        )
+    return asked_bytes
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**2:.6g}"

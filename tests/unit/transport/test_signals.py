@@ -1,0 +1,99 @@
+import os
+import threading
+import time
+
+import pytest
+
+from vllm_kvpp.transport.signals import Inbox, PipeHandle, Signals, open_writer
+
+
+def connect(size, timeout_seconds=5.0):
+    """The signals of all ranks of a group, in one process, and a way to end one."""
+    inboxes = [Inbox(tuple(peer for peer in range(size) if peer != rank)) for rank in range(size)]
+    writers = [
+        {peer: open_writer(inboxes[peer].handles[rank]) for peer in range(size) if peer != rank} for rank in range(size)
+    ]
+    for inbox in inboxes:
+        inbox.close_writing()
+    return [Signals(*ends, timeout_seconds) for ends in zip(inboxes, writers, strict=True)]
+
+
+def end(signals):
+    """What the system does when a rank ends."""
+    for connection in (*signals._readers.values(), *signals._writers.values()):
+        connection.close()
+
+
+def test_messages_of_one_sender_arrive_in_order():
+    first, second = connect(2)
+    for message in (b"step", b"step 1"):
+        first.send(1, message)
+    second.expect(b"step")
+    second.expect(b"step 1")
+
+
+def test_a_rank_waits_for_all_others():
+    ranks = connect(3)
+    waiter = threading.Thread(target=ranks[0].expect, args=(b"here",))
+    waiter.start()
+    ranks[1].send(0, b"here")
+    waiter.join(0.1)
+    assert waiter.is_alive()
+    ranks[2].send(0, b"here")
+    waiter.join(5)
+    assert not waiter.is_alive()
+
+
+def test_a_message_that_is_not_the_expected_one_names_its_sender():
+    ranks = connect(3)
+    ranks[1].send(0, b"\x01")
+    ranks[2].send(0, b"\x02")
+
+    with pytest.raises(RuntimeError, match=r"^group rank 2 does not move the same blocks in this step \(02, not 01\)$"):
+        ranks[0].expect(b"\x01")
+
+
+def test_a_rank_that_says_nothing_is_named_at_the_limit():
+    ranks = connect(3, timeout_seconds=0.1)
+    ranks[1].send(0, b"here")
+    started = time.monotonic()
+
+    with pytest.raises(TimeoutError, match=r"^nothing from group rank 2 within 0\.1 s$"):
+        ranks[0].expect(b"here")
+    assert time.monotonic() - started < 2
+
+
+def test_a_rank_that_has_ended_is_noticed_at_once_by_who_waits_for_it():
+    first, second = connect(2, timeout_seconds=60.0)
+    end(second)
+
+    with pytest.raises(RuntimeError, match=r"^group rank 1 is gone$"):
+        first.expect(b"here")
+
+
+def test_a_rank_that_has_ended_is_noticed_by_who_sends_to_it():
+    first, second = connect(2)
+    end(second)
+
+    with pytest.raises(RuntimeError, match=r"^group rank 1 is gone$"):
+        first.send(1, b"here")
+
+
+def test_what_a_rank_sent_before_it_ended_still_arrives():
+    first, second = connect(2)
+    second.send(0, b"here")
+    end(second)
+    first.expect(b"here")
+
+
+def test_a_pipe_that_is_not_there_cannot_be_opened():
+    with pytest.raises(OSError, match="No such file"):
+        open_writer(PipeHandle(os.getpid(), 10**6))
+
+
+def test_all_pipes_are_closed_with_the_last_use():
+    before = len(os.listdir("/proc/self/fd"))
+    for signals in connect(3):
+        end(signals)
+
+    assert len(os.listdir("/proc/self/fd")) == before
