@@ -10,9 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from multirank.rank_processes import RankProcesses
-
-# Wherever a group can begin behind world rank 0 it does: a rank of the group is not the rank of the world.
-GROUP_BY_SIZE = {2: (2, 3), 3: (1, 2, 3), 4: (0, 1, 2, 3)}
+from multirank.scenarios import GROUP_BY_SIZE
 
 
 @pytest.fixture(scope="session")

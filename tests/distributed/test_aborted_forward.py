@@ -1,12 +1,14 @@
 """A forward that raises on every rank leaves nothing behind: no hang, and the next step is right (R-RUN-5)."""
 
+from collections.abc import Callable
+
 import pytest
 from multirank.rank_processes import RankProcesses
 from multirank.scenarios import Scenario, calls_for, find_problems, run_past_hooks
 from multirank.schedules import NUM_BLOCKS, Steps, decode
+from multirank.setups import SETUPS
 from multirank.toy_model import make_layers
 from multirank.toy_scheduler import Abort, ToyScheduler
-from multirank.transports import MakeTransport, broadcast, strict
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
@@ -38,24 +40,33 @@ def abort_then_prefill(abort: Abort) -> Steps:
 
 
 @pytest.mark.parametrize("schedule", [abort_prefill_and_decode, abort_then_prefill])
-@pytest.mark.parametrize("make_transport", [broadcast, strict], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("setup_name", "group_ranks"),
+    [
+        ("full_strict", (2, 3)),
+        ("runs", (0, 1, 2, 3)),
+        ("staged_strict", (1, 2, 3)),
+        ("peers_strict", (1, 2, 3)),
+        ("peers_uneven", (0, 1, 2, 3)),
+    ],
+)
 @pytest.mark.parametrize("abort", ABORTS, ids=str)
 def test_steps_after_an_aborted_forward_are_right(
     four_ranks: RankProcesses,
     group_ranks: tuple[int, ...],
-    schedule: object,
-    make_transport: MakeTransport,
+    schedule: Callable[[Abort], Steps],
+    setup_name: str,
     abort: Abort,
 ) -> None:
-    assert callable(schedule)
-    scenario = Scenario(make_layers(NUM_LAYERS), schedule(abort), group_ranks, make_transport)
+    scenario = Scenario(make_layers(NUM_LAYERS), schedule(abort), group_ranks, SETUPS[setup_name])
     assert find_problems(four_ranks.run(calls_for(scenario))) == []
 
 
+@pytest.mark.parametrize("setup_name", ["full", "staged", "peers"])
 def test_a_model_that_passes_a_layer_by_gets_an_error_on_every_rank_and_goes_on_right(
-    four_ranks: RankProcesses, group_ranks: tuple[int, ...]
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup_name: str
 ) -> None:
-    scenario = Scenario(make_layers(3, with_indexer={1}), decode()[:3], group_ranks)
+    scenario = Scenario(make_layers(3, with_indexer={1}), decode()[:3], group_ranks, SETUPS[setup_name])
     answers = four_ranks.run(calls_for(scenario, run_past_hooks))
     assert find_problems([report for _, report in answers]) == []
     for errors, _ in answers:

@@ -1,14 +1,29 @@
 """Groups of two, three and four ranks compute what ranks with every layer compute (R-OWN, R-LAY, R-RUN)."""
 
+from collections.abc import Callable
+
 import pytest
-from multirank.rank_caches import plan_layers
 from multirank.rank_processes import RankProcesses
-from multirank.scenarios import Scenario, calls_for, find_problems
+from multirank.scenarios import GROUP_BY_SIZE, Scenario, calls_for, find_problems
 from multirank.schedules import SCHEDULES, Steps, block_reuse, decode, mixed_batches, prefill_only
+from multirank.setups import FULL, PEERS, SETUPS, STAGED, TransferSetup, uneven
 from multirank.toy_model import ToyLayer, make_layers
-from multirank.transports import MakeTransport, broadcast, strict, uneven
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+GROUPS = tuple(GROUP_BY_SIZE.values())
+# Those that differ most run in groups of every size, the others in one.
+IN_EVERY_GROUP = ("staged_strict", "peers_strict")
+COMBINATIONS = [
+    pytest.param(group_ranks, setup, id=f"{name}-group_of_{len(group_ranks)}")
+    for index, (name, setup) in enumerate(SETUPS.items())
+    for group_ranks in (GROUPS if name in IN_EVERY_GROUP else GROUPS[index % 3 :][:1])
+]
+FEW_COMBINATIONS = [
+    combination
+    for combination in COMBINATIONS
+    if str(combination.id).startswith((*IN_EVERY_GROUP, "full_strict", "peers_uneven"))
+]
 
 LAYERS_BY_SHAPE = {
     "1_layer": make_layers(1),
@@ -24,63 +39,49 @@ LAYERS_BY_SHAPE = {
 }
 
 
-@pytest.fixture(params=[broadcast, strict], ids=lambda make: make.__name__)
-def make_transport(request: pytest.FixtureRequest) -> MakeTransport:
-    make: MakeTransport = request.param
-    return make
-
-
+@pytest.mark.parametrize(("group_ranks", "setup"), COMBINATIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_outputs_and_kept_caches_equal_the_reference_in_every_schedule(
-    four_ranks: RankProcesses, group_ranks: tuple[int, ...], make_transport: MakeTransport, schedule: object
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup: TransferSetup, schedule: Callable[[], Steps]
 ) -> None:
-    assert callable(schedule)
-    steps: Steps = schedule()
-    scenario = Scenario(make_layers(8), steps, group_ranks, make_transport)
+    scenario = Scenario(make_layers(8, with_indexer={1, 6}), schedule(), group_ranks, setup)
     assert find_problems(four_ranks.run(calls_for(scenario))) == []
 
 
+@pytest.mark.parametrize(("group_ranks", "setup"), FEW_COMBINATIONS)
 @pytest.mark.parametrize("layers", LAYERS_BY_SHAPE.values(), ids=LAYERS_BY_SHAPE)
 def test_outputs_and_kept_caches_equal_the_reference_for_every_shape_of_stage(
-    four_ranks: RankProcesses,
-    group_ranks: tuple[int, ...],
-    make_transport: MakeTransport,
-    layers: tuple[ToyLayer, ...],
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup: TransferSetup, layers: tuple[ToyLayer, ...]
 ) -> None:
-    scenario = Scenario(layers, mixed_batches(), group_ranks, make_transport)
+    scenario = Scenario(layers, mixed_batches(), group_ranks, setup)
     assert find_problems(four_ranks.run(calls_for(scenario))) == []
 
 
-def test_layers_of_a_mebibyte_arrive_whole(four_ranks: RankProcesses, group_ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("setup", [FULL, STAGED, PEERS], ids=["full", "staged", "peers"])
+def test_layers_of_a_mebibyte_arrive_whole(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup: TransferSetup
+) -> None:
     layers = make_layers(5, row_bytes=576, with_indexer={2})
-    scenario = Scenario(layers, decode(), group_ranks, num_blocks=512)
+    scenario = Scenario(layers, decode(), group_ranks, setup, num_blocks=512)
     assert find_problems(four_ranks.run(calls_for(scenario))) == []
 
 
+@pytest.mark.parametrize("setup", [FULL, STAGED, PEERS], ids=["full", "staged", "peers"])
 def test_ranks_of_uneven_speed_agree_with_the_reference(
-    four_ranks: RankProcesses, group_ranks: tuple[int, ...]
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup: TransferSetup
 ) -> None:
-    scenario = Scenario(make_layers(7), mixed_batches() + block_reuse(), group_ranks, uneven)
+    scenario = Scenario(make_layers(7), mixed_batches() + block_reuse(), group_ranks, setup.wrapped(uneven))
     assert find_problems(four_ranks.run(calls_for(scenario))) == []
 
 
-def test_first_prefills_and_dummy_runs_move_nothing(four_ranks: RankProcesses, group_ranks: tuple[int, ...]) -> None:
-    reports = four_ranks.run(calls_for(Scenario(make_layers(8), prefill_only(), group_ranks)))
+@pytest.mark.parametrize("setup", [FULL, STAGED, PEERS], ids=["full", "staged", "peers"])
+def test_first_prefills_and_dummy_runs_move_nothing(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup: TransferSetup
+) -> None:
+    reports = four_ranks.run(calls_for(Scenario(make_layers(8), prefill_only(), group_ranks, setup)))
     assert find_problems(reports) == []
     assert {(report.num_transfers, report.num_transferred_bytes) for report in reports} == {(0, 0)}
     assert {report.num_steps_with_history for report in reports} == {0}
-
-
-def test_a_forward_with_history_moves_every_layer_once(four_ranks: RankProcesses, group_ranks: tuple[int, ...]) -> None:
-    layers = make_layers(8, with_indexer={2}, num_drafts=1)
-    scenario = Scenario(layers, decode(), group_ranks)
-    reports = four_ranks.run(calls_for(scenario))
-    targets = plan_layers(layers, group_size=len(group_ranks)).bundles
-    whole_bundles = 6 * scenario.num_blocks * sum(bundle.page_size_bytes for bundle in targets)
-    assert {report.num_steps_with_history for report in reports} == {6}
-    assert {report.num_transfers for report in reports} == {6 * 8}
-    assert len({report.num_transferred_bytes for report in reports}) == 1
-    assert 0 < reports[0].num_transferred_bytes <= whole_bundles
 
 
 @pytest.mark.parametrize(

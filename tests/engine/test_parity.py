@@ -84,7 +84,9 @@ def test_every_layer_is_moved_exactly_once_in_a_step_with_history(on_run: Engine
         counters = report["counters"]
         assert counters["steps_with_history"] >= NUM_GENERATED - 1
         assert counters["transfers"] == counters["steps_with_history"] * NUM_LAYERS
-        assert counters["transferred_bytes"] == counters["transfers"] * PAGE_BYTES * report["num_blocks"]
+        # Up to four requests of up to 16 blocks; test_transfers counts them exactly.
+        assert counters["transferred_bytes"] == counters["transferred_blocks"] * PAGE_BYTES
+        assert 0 < counters["transferred_blocks"] <= counters["transfers"] * 4 * 16
 
 
 def test_nothing_is_moved_in_steps_without_history(on_run: EngineRun) -> None:

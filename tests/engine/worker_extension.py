@@ -82,6 +82,27 @@ class _LosesComponents:
 class ProbeExtension:
     """Appended to the worker's bases by vLLM."""
 
+    def set_transfer(self, mode: str) -> None:
+        """Move blocks by this mode from here on."""
+        self._kvpp.transfers.transfer = mode  # type: ignore[attr-defined]
+
+    def start_trace(self) -> None:
+        """Begin to note what runs when, on every thread."""
+        self._trace = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        )
+        self._trace.start()
+
+    def stop_trace(self) -> list[tuple[str, int, float, float]]:
+        """What ran since `start_trace`, as (name, thread, start, end) in microseconds: transfers, waits, products."""
+        self._trace.stop()
+        return [
+            (event.name, event.thread, event.time_range.start, event.time_range.end)
+            for event in self._trace.events()
+            if event.name.startswith("kvpp.") or event.name in ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm")
+        ]
+
     def sabotage_transfers(self, moved_layers: list[int]) -> None:
         """Stop moving every layer but these, by place in execution order."""
         transfers = self._kvpp.transfers  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 Offsets are bytes from the start of the allocation. It is laid out as
 
 ```text
-| scratch 0 | gap | scratch 1 | owned bundle | owned bundle | … | draft cache | … | staging |
+| scratch 0 | gap | scratch 1 | owned bundle | owned bundle | … | draft cache | … | tail |
 0                 2 MiB boundary
 ```
 
@@ -55,18 +55,21 @@ class PlacedBundle:
 
 @dataclass(frozen=True)
 class Placement:
-    """Everything one rank stores for `num_blocks` blocks; `bundles` are in execution order."""
+    """Everything one rank stores for `num_blocks` blocks; `bundles` are in execution order.
+
+    `tail` holds no cache: it is staging memory, or the rest of a page that cannot be shared, and may be empty.
+    """
 
     num_blocks: int
     bundles: tuple[PlacedBundle, ...]
     drafts: tuple[PlacedCache, ...]
     scratch: tuple[ByteRange, ...]
-    staging: ByteRange
+    tail: ByteRange
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole allocation; the staging memory is its last range, and may be empty."""
-        return self.staging.end
+        """Bytes of the whole allocation."""
+        return self.tail.end
 
     @property
     def caches(self) -> tuple[PlacedCache, ...]:
@@ -79,7 +82,7 @@ def scratch_index(target_index: int) -> int:
     return target_index % NUM_SCRATCH_BUFFERS
 
 
-def place(plan: CachePlan, group_rank: int, num_blocks: int, staging_bytes: int = 0) -> Placement:
+def place(plan: CachePlan, group_rank: int, num_blocks: int, tail_bytes: int = 0) -> Placement:
     """Lay out one rank's allocation."""
     scratch = _place_scratch(plan, num_blocks)
     cursor = scratch[-1].end
@@ -98,12 +101,12 @@ def place(plan: CachePlan, group_rank: int, num_blocks: int, staging_bytes: int 
         (placed,) = _place_in_sequence((cache,), _align(cursor, RANGE_ALIGNMENT_BYTES), num_blocks)
         cursor = placed.range.end
         drafts.append(placed)
-    staging = ByteRange(_align(cursor, RANGE_ALIGNMENT_BYTES) if staging_bytes else cursor, staging_bytes)
-    return Placement(num_blocks, tuple(bundles), tuple(drafts), scratch, staging)
+    tail = ByteRange(_align(cursor, RANGE_ALIGNMENT_BYTES) if tail_bytes else cursor, tail_bytes)
+    return Placement(num_blocks, tuple(bundles), tuple(drafts), scratch, tail)
 
 
-def fit_num_blocks(plan: CachePlan, group_rank: int, available_bytes: int, staging_bytes: int = 0) -> int:
-    """How many blocks fit on this rank: R-MEM-1, less what staging memory and alignment take (R-MEM-3).
+def fit_num_blocks(plan: CachePlan, group_rank: int, available_bytes: int, tail_bytes: int = 0) -> int:
+    """How many blocks fit on this rank: R-MEM-1, less what the tail and alignment take (R-MEM-3).
 
     Returns 0 when there is nothing to store, and when not even one block fits.
     """
@@ -112,9 +115,7 @@ def fit_num_blocks(plan: CachePlan, group_rank: int, available_bytes: int, stagi
         return 0
     # The bytes needed grow with the number of blocks, so the counts that fit are a prefix of this range.
     counts = range(1, available_bytes // bytes_per_block + 1)
-    return bisect_right(
-        counts, available_bytes, key=lambda count: place(plan, group_rank, count, staging_bytes).num_bytes
-    )
+    return bisect_right(counts, available_bytes, key=lambda count: place(plan, group_rank, count, tail_bytes).num_bytes)
 
 
 def _place_scratch(plan: CachePlan, num_blocks: int) -> tuple[ByteRange, ...]:

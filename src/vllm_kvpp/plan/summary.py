@@ -19,6 +19,7 @@ class CacheSummary:
     available_bytes: int
     transfer: TransferMode = "auto"
     transport: str = "broadcast"
+    has_staging: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -31,6 +32,11 @@ class CacheSummary:
         if self.plan.full_bytes_per_block == 0:
             return 0
         return self.available_bytes // self.plan.full_bytes_per_block * self.block_size
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory through which scattered blocks are sent; it is the allocation's tail."""
+        return self.placement.tail.num_bytes if self.has_staging else 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for reports."""
@@ -53,7 +59,7 @@ class CacheSummary:
             "num_tokens_without_kvpp": self.num_tokens_without,
             "available_bytes": self.available_bytes,
             "planned_bytes": self.placement.num_bytes,
-            "staging_bytes": self.placement.staging.num_bytes,
+            "staging_bytes": self.staging_bytes,
             "transfer": self.transfer,
             "transport": self.transport,
         }
@@ -78,8 +84,9 @@ class CacheSummary:
         )
 
     def _describe_staging(self) -> str:
-        num_bytes = self.placement.staging.num_bytes
-        return f"through {num_bytes:,} bytes of staging memory" if num_bytes else "without staging memory"
+        if not self.has_staging:
+            return "without staging memory"
+        return f"through {self.staging_bytes:,} bytes of staging memory"
 
 
 def _span(numbers: tuple[int, ...]) -> str:

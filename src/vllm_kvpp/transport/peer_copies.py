@@ -17,7 +17,7 @@ from vllm_kvpp.selection import BlockRuns, LinkTraits, Selection, Way
 from vllm_kvpp.transport.base import BundleMemory, PendingTransfer
 from vllm_kvpp.transport.block_copies import copy_blocks
 from vllm_kvpp.transport.signals import Signals
-from vllm_kvpp.transport.transfer_thread import HostTransfer, TransferThread
+from vllm_kvpp.transport.transfer_thread import TransferThread
 
 
 class PeerCopies:
@@ -33,39 +33,37 @@ class PeerCopies:
         self._selection = Selection(Way.WHOLE, BlockRuns())
         self._digest = b""
         self._num_started = 0
-        self._meeting: HostTransfer | None = None
 
     def prepare(self, selection: Selection) -> None:
-        """See `Transport.prepare`. The ranks meet on the thread, before the first transfer."""
+        """See `Transport.prepare`. The ranks meet on the thread, as the first transfer begins."""
         self._selection = selection
         self._digest = _digest(selection)
         self._num_started = 0
-        self._meeting = self._thread.submit(partial(self._meet, self._digest), num_bytes=0, num_calls=1)
 
-    def _meet(self, digest: bytes) -> None:
+    def _meet(self) -> None:
         """Wait for all ranks, and compare what they are about to move: a difference would be wrong KV."""
+        greeting = _number(self._digest, 0)
         for peer in self._signals.peers:
-            self._signals.send(peer, digest)
-        self._signals.expect(digest)
+            self._signals.send(peer, greeting)
+        self._signals.expect(greeting)
 
     def start(self, memory: BundleMemory) -> PendingTransfer:
         """See `Transport.start`."""
-        assert self._meeting is not None, "a transfer was started before anything was prepared"
+        assert self._digest, "a transfer was started before anything was prepared"
         self._num_started += 1
         blocks = self._selection.blocks
         if self._selection.way is Way.WHOLE:
             blocks = BlockRuns(((0, memory.components[0].shape[0]),))
-        # Names the step and the transfer, so that no message can be taken for another.
-        receipt = self._digest + struct.pack("<I", self._num_started)
         return self._thread.submit(
-            partial(self._copy, memory, blocks, receipt, self._meeting),
+            partial(self._copy, memory, blocks, self._num_started),
             num_bytes=blocks.num_blocks * memory.page_size_bytes,
             num_calls=len(blocks.runs) * len(memory.components),
         )
 
-    def _copy(self, memory: BundleMemory, blocks: BlockRuns, receipt: bytes, meeting: HostTransfer) -> None:
-        # It has ended, as it came first on this thread; raises what it raised.
-        meeting.wait()
+    def _copy(self, memory: BundleMemory, blocks: BlockRuns, number: int) -> None:
+        if number == 1:
+            self._meet()
+        receipt = _number(self._digest, number)
         if memory.owner_rank == self._rank:
             self._signals.expect(receipt)
             return
@@ -76,3 +74,8 @@ class PeerCopies:
 
 def _digest(selection: Selection) -> bytes:
     return hashlib.sha256(f"{selection.way.value} {selection.blocks.runs}".encode()).digest()[:8]
+
+
+def _number(digest: bytes, number: int) -> bytes:
+    """Name the step and the transfer, so that no message can be taken for another."""
+    return digest + struct.pack("<I", number)

@@ -5,10 +5,15 @@ writer dies, so that a reader learns of it at once.
 """
 
 import os
+import select
 import time
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+
+# All messages are equally long, and short enough for the system to write each as a whole.
+MESSAGE_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,8 @@ class Inbox:
 
     def __init__(self, peers: tuple[int, ...]) -> None:
         pipes = {peer: os.pipe() for peer in peers}
-        self.readers = {peer: Connection(fd, writable=False) for peer, (fd, _) in pipes.items()}
-        self._writing = {peer: fd for peer, (_, fd) in pipes.items()}
+        self.readers = {peer: reader for peer, (reader, _) in pipes.items()}
+        self._writing = {peer: writer for peer, (_, writer) in pipes.items()}
 
     @property
     def handles(self) -> dict[int, PipeHandle]:
@@ -38,22 +43,28 @@ class Inbox:
             os.close(self._writing.popitem()[1])
 
 
-def open_writer(handle: PipeHandle) -> Connection:
+def open_writer(handle: PipeHandle) -> int:
     """Open a peer's pipe for writing.
 
     Raises:
         OSError: the peer is gone, in another process namespace, or may not be reached by this user.
     """
-    return Connection(os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_WRONLY), readable=False)
+    return os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_WRONLY)
 
 
 class Signals:
-    """Messages to and from the other ranks; those of one sender arrive in order."""
+    """Messages to and from the other ranks; those of one sender arrive in order. Closes its pipes at its end."""
 
-    def __init__(self, inbox: Inbox, writers: Mapping[int, Connection], timeout_seconds: float) -> None:
-        self._readers = inbox.readers
+    def __init__(self, inbox: Inbox, writers: Mapping[int, int], timeout_seconds: float) -> None:
         self._writers = dict(writers)
         self._timeout_seconds = timeout_seconds
+        self._peer_by_reader = {reader: peer for peer, reader in inbox.readers.items()}
+        self._arrived: dict[int, deque[bytes]] = {peer: deque() for peer in inbox.readers}
+        self._gone: set[int] = set()
+        self._poller = select.poll()
+        for reader in self._peer_by_reader:
+            self._poller.register(reader, select.POLLIN)
+        self.close = weakref.finalize(self, _close_all, (*self._peer_by_reader, *self._writers.values()))
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -66,8 +77,9 @@ class Signals:
         Raises:
             RuntimeError: the peer is gone.
         """
+        assert len(message) == MESSAGE_BYTES, f"a message of {len(message)} bytes"
         try:
-            self._writers[peer].send_bytes(message)
+            os.write(self._writers[peer], message)
         except OSError as error:
             raise RuntimeError(f"group rank {peer} is gone") from error
 
@@ -79,18 +91,33 @@ class Signals:
             RuntimeError: a peer is gone, or has sent something else.
         """
         deadline = time.monotonic() + self._timeout_seconds
-        for peer in self._readers:
-            if (received := self._receive(peer, deadline)) != message:
+        while missing := [peer for peer, arrived in self._arrived.items() if not arrived]:
+            # Of all at once: a peer that is gone shows behind one that is only stuck because of it.
+            for peer in self._gone.intersection(missing):
+                raise RuntimeError(f"group rank {peer} is gone")
+            ready = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                ranks = ", ".join(map(str, missing))
+                raise TimeoutError(f"nothing from group rank {ranks} within {self._timeout_seconds:g} s")
+            for reader, _ in ready:
+                self._receive(reader)
+        for peer, arrived in self._arrived.items():
+            if (received := arrived.popleft()) != message:
                 raise RuntimeError(
                     f"group rank {peer} does not move the same blocks in this step ({received.hex()}, not "
                     f"{message.hex()})"
                 )
 
-    def _receive(self, peer: int, deadline: float) -> bytes:
-        reader = self._readers[peer]
-        try:
-            if not reader.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"nothing from group rank {peer} within {self._timeout_seconds:g} s")
-            return reader.recv_bytes()
-        except EOFError as error:
-            raise RuntimeError(f"group rank {peer} is gone") from error
+    def _receive(self, reader: int) -> None:
+        peer = self._peer_by_reader[reader]
+        if received := os.read(reader, MESSAGE_BYTES):
+            self._arrived[peer].append(received)
+        else:
+            # What it sent before has arrived. A closed pipe would be ready for ever.
+            self._gone.add(peer)
+            self._poller.unregister(reader)
+
+
+def _close_all(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,5 +1,6 @@
 """The KVPP group: its ranks and its communicators, made beside vLLM's own groups and shared with none of them."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +16,7 @@ from vllm_kvpp.plan import split_into_groups
 from vllm_kvpp.transport.base import BundleMemory, Transport
 from vllm_kvpp.transport.broadcast import HostBroadcast
 from vllm_kvpp.transport.peer_copies import PeerCopies
-from vllm_kvpp.transport.shared_memory import SharedHandle, open_shared, share
+from vllm_kvpp.transport.shared_memory import PAGE_BYTES, SharedHandle, allocate_pages, open_shared, share
 from vllm_kvpp.transport.signals import Inbox, Signals, open_writer
 from vllm_kvpp.transport.stream_broadcast import make_stream_broadcast
 
@@ -66,7 +67,7 @@ class KVPPGroup:
         return values
 
     def share(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Move the storage under a host tensor into shared memory, and map every rank's, by group rank. Collective.
+        """Make the storage under a host tensor shared, and map every rank's, by group rank. Collective; see `share`.
 
         Raises:
             KVPPRankMismatchError: on every rank, with what failed on each.
@@ -74,7 +75,10 @@ class KVPPGroup:
         handles = self.gather(_try(partial(share, tensor)))
         self._raise_failures(handles)
         views = [_try(partial(open_shared, handle)) for handle in handles]
-        self._raise_failures(self.gather(next((view for view in views if isinstance(view, _Failure)), None)))
+        # All have opened theirs behind this exchange.
+        failures = self.gather(next((view for view in views if isinstance(view, _Failure)), None))
+        os.close(handles[self.rank].fd)
+        self._raise_failures(failures)
         return tuple(views)
 
     def _raise_failures(self, answers: list[Any]) -> None:
@@ -85,8 +89,8 @@ class KVPPGroup:
         ]
         if failures:
             raise KVPPRankMismatchError(
-                f"The KVPP group {self.label} cannot share its KV cache between processes: {', '.join(failures)}. Give "
-                'the container more shared memory (--shm-size), or set kvpp.transport to "broadcast".'
+                f"The KVPP group {self.label} cannot share memory between its processes: {', '.join(failures)}. Set "
+                'kvpp.transport to "broadcast".'
             )
 
     def make_broadcast(self, staging: torch.Tensor | None = None, largest_page_bytes: int = 0) -> Transport:
@@ -175,13 +179,22 @@ def _make_pattern(rank: int, device: torch.device) -> torch.Tensor:
     return torch.full((_PROBE_BYTES,), rank + 1, dtype=torch.uint8, device=device)
 
 
+def _share_pattern(rank: int, pages: torch.Tensor) -> SharedHandle:
+    handle = share(pages)
+    pages[:_PROBE_BYTES] = rank + 1
+    return handle
+
+
 def _can_share_memory(group: KVPPGroup) -> bool:
     """Whether every rank can read a pattern in every other's shared memory. Collective."""
-    pattern = _make_pattern(group.rank, group.device)
-    handles = group.gather(_try(partial(share, pattern)))
-    return all(group.gather(all(_reads_pattern(rank, handle) for rank, handle in enumerate(handles))))
+    pages = allocate_pages(PAGE_BYTES)
+    handles = group.gather(_try(partial(_share_pattern, group.rank, pages)))
+    can_share = all(group.gather(all(_reads_pattern(rank, handle) for rank, handle in enumerate(handles))))
+    if not isinstance(own := handles[group.rank], _Failure):
+        os.close(own.fd)
+    return can_share
 
 
 def _reads_pattern(rank: int, handle: SharedHandle | _Failure) -> bool:
     view = handle if isinstance(handle, _Failure) else _try(partial(open_shared, handle))
-    return not isinstance(view, _Failure) and torch.equal(view, _make_pattern(rank, view.device))
+    return not isinstance(view, _Failure) and torch.equal(view[:_PROBE_BYTES], _make_pattern(rank, view.device))

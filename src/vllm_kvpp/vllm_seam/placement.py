@@ -107,8 +107,8 @@ class RankMemory:
 
     def view_staging(self) -> torch.Tensor | None:
         """The staging memory, None if there is none."""
-        staging = self.placement.staging
-        return self.backing[staging.offset : staging.end] if staging.num_bytes else None
+        tail = self.placement.tail
+        return self.backing[tail.offset : tail.end] if tail.num_bytes else None
 
     def _view_cache(self, placed: PlacedCache) -> torch.Tensor:
         pages = self.backing[placed.range.offset : placed.range.end]

@@ -15,7 +15,7 @@ from vllm_kvpp.plan.summary import CacheSummary
 from vllm_kvpp.runtime.history import BlockTables
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers
 from vllm_kvpp.transport.base import Transport
-from vllm_kvpp.transport.shared_memory import free_shared_bytes
+from vllm_kvpp.transport.shared_memory import PAGE_BYTES
 from vllm_kvpp.vllm_seam.attach import attach
 from vllm_kvpp.vllm_seam.deployment import describe_deployment
 from vllm_kvpp.vllm_seam.groups import make_group
@@ -41,8 +41,7 @@ class KVPPSession:
         )
         self._plan: CachePlan | None = None
         self._available_bytes = 0
-        self._shares_memory = False
-        self._staging_bytes = 0
+        self._tail_bytes = 0
         self._summary: CacheSummary | None = None
         self._allocated_bytes = 0
         self._transfers: LayerTransfers | None = None
@@ -68,32 +67,19 @@ class KVPPSession:
         self._group.check_agreement("the cache plan", plan.digest)
         self._plan = plan
         self._available_bytes = available_bytes
-        self._shares_memory = self._group.shares_memory and self._has_room_to_share(available_bytes)
-        self._staging_bytes = self._agree_on_staging(plan, available_bytes)
-        num_blocks = fit_num_blocks(plan, self._group.rank, available_bytes, self._staging_bytes)
+        self._tail_bytes = self._agree_on_tail(plan, available_bytes)
+        num_blocks = fit_num_blocks(plan, self._group.rank, available_bytes, self._tail_bytes)
         self._check_budget(plan, num_blocks, block_size=next(iter(specs.values())).block_size)
         return num_blocks * plan.full_bytes_per_block
 
-    def _has_room_to_share(self, available_bytes: int) -> bool:
-        num_groups = self._vllm_config.parallel_config.world_size_across_dp // self._group.size
-        needed = sum(self._group.gather(available_bytes)) * num_groups
-        free = min(self._group.gather(free_shared_bytes()))
-        if free < needed:
-            logger.warning_once(
-                "KVPP sends caches through sockets: /dev/shm has %s bytes free, and the KV caches of all ranks take "
-                "%s. Give the container more shared memory (--shm-size).",
-                f"{free:,}",
-                f"{needed:,}",
-            )
-        return free >= needed
-
-    def _agree_on_staging(self, plan: CachePlan, available_bytes: int) -> int:
-        """The staging memory of every rank: all cut their blocks into the same chunks."""
+    def _agree_on_tail(self, plan: CachePlan, available_bytes: int) -> int:
+        """What every rank keeps behind its caches; with staging memory, all cut their blocks into the same chunks."""
         asked = self._options.staging_bytes
-        if self._shares_memory:
+        if self._group.shares_memory:
             if asked is not None:
                 logger.warning_once("kvpp.staging_mib has no effect: the ranks copy from shared memory.")
-            return 0
+            # The last page of an allocation cannot be shared where it is not whole: it has to hold no cache.
+            return PAGE_BYTES
         if self._options.transfer == "full":
             return 0
         return min(self._group.gather(plan_staging(plan, self._group.rank, available_bytes, asked)))
@@ -121,7 +107,7 @@ class KVPPSession:
         return (
             f"A block costs group rank {self._group.rank} {per_block.total:,} bytes ({per_block.owned:,} for its "
             f"layers {owned}, {per_block.draft:,} for draft layers, {per_block.scratch:,} for two scratch buffers), "
-            f"and {self._available_bytes:,} bytes are available, of which staging memory takes {self._staging_bytes:,}."
+            f"and {self._available_bytes:,} bytes are available, of which {self._tail_bytes:,} are kept for transfers."
         )
 
     def place(self, config: KVCacheConfig) -> KVCacheConfig:
@@ -137,7 +123,7 @@ class KVPPSession:
                 ]
             )
         self._group.check_agreement("the number of blocks", config.num_blocks)
-        placement = place(self._plan, self._group.rank, config.num_blocks, self._staging_bytes)
+        placement = place(self._plan, self._group.rank, config.num_blocks, self._tail_bytes)
         if placement.num_bytes > self._available_bytes:
             raise KVPPBudgetError(
                 f"{config.num_blocks} blocks need {placement.num_bytes:,} bytes, but {self._available_bytes:,} are "
@@ -150,7 +136,8 @@ class KVPPSession:
             block_size=config.kv_cache_groups[0].kv_cache_spec.block_size,
             available_bytes=self._available_bytes,
             transfer=self._options.transfer,
-            transport="shared memory" if self._shares_memory else "broadcast",
+            transport="shared memory" if self._group.shares_memory else "broadcast",
+            has_staging=self._tail_bytes > 0 and not self._group.shares_memory,
         )
         return rewrite_tensors(config, placement)
 
@@ -171,14 +158,15 @@ class KVPPSession:
 
     def _share(self, own: RankMemory) -> tuple[RankMemory, ...]:
         """Every rank's memory, by group rank; empty if transfers do not need it."""
-        if not self._shares_memory:
+        if not self._group.shares_memory:
             return ()
         assert self._plan is not None, "shared before it was planned"
-        placements = [place(self._plan, rank, own.placement.num_blocks) for rank in range(self._group.size)]
+        num_blocks = own.placement.num_blocks
+        placements = [place(self._plan, rank, num_blocks, self._tail_bytes) for rank in range(self._group.size)]
         return tuple(map(RankMemory, placements, self._group.share(own.backing)))
 
     def _make_transport(self, own: RankMemory) -> Transport:
-        if self._shares_memory:
+        if self._group.shares_memory:
             return self._group.make_peer_copies()
         assert self._plan is not None, "used before it was planned"
         return self._group.make_broadcast(own.view_staging(), self._plan.largest_bundle_page_bytes)

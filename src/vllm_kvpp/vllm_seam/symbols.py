@@ -106,11 +106,6 @@ SEAM: tuple[SeamSymbol, ...] = (
         removable_when="The runtime keeps transfers per micro-batch.",
     ),
     SeamSymbol(
-        path="vllm.config:ParallelConfig.world_size_across_dp",
-        because="All KVPP groups of a host need room in its shared memory.",
-        removable_when="KVPP shares memory that no limit of /dev/shm holds.",
-    ),
-    SeamSymbol(
         path="vllm.config:VllmConfig",
         because="additional_config carries the switch; the parts below it are validated.",
         removable_when="Never: it is vLLM's configuration.",
@@ -402,7 +397,7 @@ SEAM: tuple[SeamSymbol, ...] = (
     ),
     SeamSymbol(
         path="vllm.v1.core.sched.output:NewRequestData",
-        because="First blocks of a request that the worker has not seen yet, and tokens already computed (a prefix hit).",
+        because="A request new to the worker: its first blocks, and tokens already computed (a prefix hit).",
         removable_when="Never: it is the scheduler's message.",
         fields=("req_id", "num_computed_tokens", "block_ids"),
     ),

@@ -6,7 +6,10 @@ toy_scheduler          requests, block tables, prefix hits, preemptions: the ste
 schedules              the steps of each scenario, and random ones
 toy_model              layers whose output depends on every byte of the history
 rank_caches            the same model on one rank of a KVPP group, and on a rank that keeps every layer
-transports             the real one, one that uses every freedom of the contract, and broken ones
+toy_group              what the ranks of a group share: memory, pipes, a process group
+setups                 how blocks are moved: every mode and transport, and what goes round it
+transports             what uses every freedom of a transport's contract
+broken_transports      what loses something
 scenarios, pipeline, lost_ranks, made_groups   the calls
 ```
 """

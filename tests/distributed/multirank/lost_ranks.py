@@ -1,15 +1,19 @@
 """What ranks do while one of them is lost: end, sleep or raise alone in the last step, or look what comes of it."""
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 
 from multirank.rank import Rank
 from multirank.rank_caches import KVPPCaches
-from multirank.scenarios import Scenario, make_caches, make_transport
+from multirank.scenarios import Scenario, make_caches, make_group
 from multirank.toy_model import embed
 from multirank.toy_scheduler import ScheduledRequest, ToyStep
 from vllm_kvpp.errors import KVPPTransferError
+from vllm_kvpp.runtime.history import Step
+from vllm_kvpp.selection import BlockRuns, Selection, Way
+from vllm_kvpp.transport.base import PendingTransfer
 
 EXIT_CODE = 7
 _LONG_SECONDS = 600
@@ -42,14 +46,46 @@ def survive(rank: Rank, scenario: Scenario) -> Loss:
 def end_during_transfer(rank: Rank, scenario: Scenario) -> None:
     """Start the last step's first transfer and end the process with it under way."""
     caches = _run_all_but_last(rank, scenario)
-    caches.transport.start(caches.target_layers[0].memory)
+    _start_first_transfer(caches, scenario)
     os._exit(EXIT_CODE)
+
+
+def be_killed_before_meeting(rank: Rank, scenario: Scenario) -> None:
+    """Be killed before the last step."""
+    _run_all_but_last(rank, scenario)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_killed_between_transfers(rank: Rank, scenario: Scenario) -> None:
+    """Be killed when the last step's first transfer has ended, and before the second one."""
+    caches = _run_all_but_last(rank, scenario)
+    _start_first_transfer(caches, scenario).wait()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sleep_through_step(rank: Rank, scenario: Scenario) -> None:
     """Never start the last step's transfers, and be there for as long as the others are."""
-    _run_all_but_last(rank, scenario)
+    # Kept: what the rank lets go of, its peers take for gone.
+    caches = _run_all_but_last(rank, scenario)
     time.sleep(_LONG_SECONDS)
+    del caches
+
+
+def disagree(rank: Rank, scenario: Scenario, blocks: BlockRuns) -> str:
+    """Read `blocks` in the last step, whatever the others read, and return the error."""
+    group = make_group(rank, scenario)
+    caches = _run_all_but_last(rank, scenario)
+    message = "no error"
+    try:
+        with caches.transfers.step(Step(blocks)):
+            caches.transfers.start_forward()
+            for layer in caches.target_layers:
+                caches.transfers.before_layer(layer.names[0])
+    except KVPPTransferError as error:
+        message = str(error)
+    # Nobody lets go of its pipes before all have their error: a rank that is gone is another one.
+    group.gather("done")
+    return message
 
 
 def abort_alone(rank: Rank, scenario: Scenario, step: ToyStep) -> None:
@@ -59,8 +95,14 @@ def abort_alone(rank: Rank, scenario: Scenario, step: ToyStep) -> None:
     time.sleep(_LONG_SECONDS)
 
 
+def _start_first_transfer(caches: KVPPCaches, scenario: Scenario) -> PendingTransfer:
+    blocks = BlockRuns.of(scenario.steps[-1].active_blocks)
+    caches.transport.prepare(Selection(Way.WHOLE if scenario.setup.transfer == "full" else Way.RUNS, blocks))
+    return caches.transport.start(caches.target_layers[0].memory)
+
+
 def _run_all_but_last(rank: Rank, scenario: Scenario) -> KVPPCaches:
-    caches = make_caches(rank, scenario, make_transport(rank, scenario))
+    caches = make_caches(scenario, make_group(rank, scenario))
     for step in scenario.steps[:-1]:
         caches.run(step, embed(step))
     return caches

@@ -1,62 +1,109 @@
 """Make KVPP groups as a worker does, with vLLM loaded, and say what came of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 
+from multirank.broken_transports import move_nothing
 from multirank.rank import Rank
-from multirank.scenarios import Report, Scenario, run_on_transport
-from multirank.transports import moves_nothing
+from multirank.scenarios import Report, Scenario, run_on_group
+from multirank.setups import TransferSetup
 from vllm_kvpp.errors import KVPPRankMismatchError
+from vllm_kvpp.transport.shared_memory import PAGE_BYTES, allocate_pages
+
+if TYPE_CHECKING:
+    from vllm_kvpp.vllm_seam.groups import KVPPGroup
+
+# Only the ranks of these tests load vLLM, which takes seconds: inside their calls.
+# ruff: noqa: PLC0415
 
 
 @dataclass(frozen=True)
 class MadeGroup:
-    """One rank's group, and what its checks said."""
+    """One rank's group, and what its checks said; one report of each setup."""
 
     ranks: tuple[int, ...]
     rank: int
     label: str
+    shares_memory: bool
     error_of_equal_values: str | None
     error_of_different_values: str | None
-    report: Report
+    reports: tuple[Report, ...]
 
 
-def make_and_use(rank: Rank, sizes: dict[str, int], scenario: Scenario) -> MadeGroup:
-    """Make the group, compare values over it, and run a scenario through its transport."""
-    # Only the ranks of these tests load vLLM, which takes seconds.
-    from vllm_kvpp.vllm_seam.groups import KVPPGroup, make_group  # noqa: PLC0415
+@dataclass(frozen=True)
+class Unshared:
+    """One rank's group where one rank of the world cannot open what others share."""
 
-    def find_disagreement(group: KVPPGroup, value: str) -> str | None:
-        try:
-            group.check_agreement("the cache plan", value)
-        except KVPPRankMismatchError as error:
-            return str(error)
-        return None
+    shares_memory: bool
+    error_of_sharing: str | None
+    error_of_opening_pipes: str | None
 
-    group = make_group(SimpleNamespace(**sizes), torch.device("cpu"), rank.timeout_seconds)
+
+def make_and_use(rank: Rank, sizes: dict[str, int], scenario: Scenario, setups: tuple[TransferSetup, ...]) -> MadeGroup:
+    """Make the group, compare values over it, and run a scenario in each setup."""
+    group = _make(rank, sizes)
     return MadeGroup(
         ranks=group.ranks,
         rank=group.rank,
         label=group.label,
-        error_of_equal_values=find_disagreement(group, "equal"),
-        error_of_different_values=find_disagreement(group, f"plan-{rank.world_rank}"),
-        report=run_on_transport(rank, replace(scenario, group_ranks=group.ranks), group.transport),
+        shares_memory=group.shares_memory,
+        error_of_equal_values=_find_error(lambda: group.check_agreement("the cache plan", "equal")),
+        error_of_different_values=_find_error(
+            lambda: group.check_agreement("the cache plan", f"plan-{rank.world_rank}")
+        ),
+        reports=tuple(run_on_group(replace(scenario, group_ranks=group.ranks, setup=setup), group) for setup in setups),
     )
 
 
-def probe_dead_transport(rank: Rank, sizes: dict[str, int]) -> str:
+def make_without_sharing(rank: Rank, sizes: dict[str, int]) -> bool:
+    """Make the group with sharing forbidden, and return whether it shares."""
+    return _make(rank, sizes, may_share_memory=False).shares_memory
+
+
+def make_where_nothing_opens(rank: Rank, sizes: dict[str, int], closed_rank: int) -> Unshared:
+    """Make the group where `closed_rank` can open neither memory nor pipes of others, and share all the same."""
+    from vllm_kvpp.vllm_seam import groups
+
+    def refuse(handle: object) -> None:
+        raise OSError("not permitted")
+
+    is_closed = rank.world_rank == closed_rank
+    with (
+        patch.object(groups, "open_shared", refuse if is_closed else groups.open_shared),
+        patch.object(groups, "open_writer", refuse if is_closed else groups.open_writer),
+    ):
+        group = _make(rank, sizes)
+        return Unshared(
+            group.shares_memory,
+            _find_error(lambda: group.share(allocate_pages(PAGE_BYTES))),
+            _find_error(group.make_peer_copies),
+        )
+
+
+def probe_dead_transport(rank: Rank, sizes: dict[str, int]) -> str | None:
     """Make the group on a backend that delivers nothing, and return the error."""
-    from vllm_kvpp.vllm_seam import groups  # noqa: PLC0415
+    from vllm_kvpp.vllm_seam import groups
 
-    broken = patch.object(
-        groups, "make_broadcast", lambda group, device, timeout_seconds: moves_nothing(group, 0, timeout_seconds)
-    )
+    original = groups.KVPPGroup.make_broadcast
+    with patch.object(groups.KVPPGroup, "make_broadcast", lambda group: move_nothing(original(group), group.rank)):
+        return _find_error(lambda: _make(rank, sizes))
+
+
+def _make(rank: Rank, sizes: dict[str, int], *, may_share_memory: bool = True) -> "KVPPGroup":
+    from vllm_kvpp.vllm_seam.groups import make_group
+
+    parallel = SimpleNamespace(**sizes)
+    return make_group(parallel, torch.device("cpu"), rank.timeout_seconds, may_share_memory=may_share_memory)
+
+
+def _find_error(action: Callable[[], object]) -> str | None:
     try:
-        with broken:
-            groups.make_group(SimpleNamespace(**sizes), torch.device("cpu"), rank.timeout_seconds)
+        action()
     except KVPPRankMismatchError as error:
         return str(error)
-    raise AssertionError("nothing was delivered, and the probe did not notice")
+    return None

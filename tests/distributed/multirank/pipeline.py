@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from multirank.rank import Rank
 from multirank.rank_caches import FullCaches
-from multirank.scenarios import Report, Scenario, find_wrong_outputs, make_caches, make_report, make_transport
+from multirank.scenarios import Report, Scenario, find_wrong_outputs, make_caches, make_group, make_report
 from multirank.toy_model import Hidden, embed
 from multirank.toy_scheduler import ToyStep
 
@@ -18,7 +18,7 @@ def run_stage(rank: Rank, stages: Sequence[Scenario]) -> Report:
     As in vLLM, a rank sends its hidden states to the rank of the same place in the next stage.
     """
     (index,) = (index for index, stage in enumerate(stages) if rank.world_rank in stage.group_ranks)
-    caches = make_caches(rank, stages[index], make_transport(rank, stages[index]))
+    caches = make_caches(stages[index], make_group(rank, stages[index]))
     references = [FullCaches(stage.layers, stage.num_blocks) for stage in stages]
     wrong_outputs: list[str] = []
     violations: list[str] = []

@@ -1,16 +1,20 @@
 """The toy model's caches on one rank: where KVPP puts them, and, for comparison, every layer in full."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from multirank.setups import TransferSetup
+from multirank.toy_group import Group
 from multirank.toy_model import ForwardAbortedError, Hidden, ToyCache, ToyLayer, abort_at, run_layers
 from multirank.toy_scheduler import BLOCK_SIZE, ToyStep
-from multirank.transports import StrictTransport
-from vllm_kvpp.plan import CachePlan, LayerCache, PlacedBundle, place, plan_cache
-from vllm_kvpp.runtime.history import Step
+from multirank.transports import StrictTransport, unwrap
+from vllm_kvpp.plan import CachePlan, LayerCache, PlacedCache, Placement, place, plan_cache
+from vllm_kvpp.runtime.history import BlockTables, RequestUpdate, ScheduleUpdate
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
-from vllm_kvpp.transport.base import BundleMemory, Transport
+from vllm_kvpp.transport.base import BundleMemory
+from vllm_kvpp.transport.shared_memory import PAGE_BYTES, allocate_pages
 
 # Never what a row holds by chance in a whole block, and different on every rank.
 _GARBAGE = 0xE0
@@ -42,46 +46,86 @@ class FullCaches:
         return hidden
 
 
+@dataclass(frozen=True)
+class ToyMemory:
+    """One rank's allocation, its own or a peer's, and what lies where in it."""
+
+    placement: Placement
+    backing: torch.Tensor
+
+    def view_bundle(self, target_index: int) -> BundleMemory:
+        """A target layer's bundle, by its place in execution order."""
+        bundle = self.placement.bundles[target_index]
+        whole = self.backing[bundle.range.offset : bundle.range.end]
+        return BundleMemory(bundle.owner_rank, whole, tuple(map(self.view_pages, bundle.components)))
+
+    def view_pages(self, placed: PlacedCache) -> torch.Tensor:
+        """A cache as `[num_blocks, page_size_bytes]`."""
+        return self.backing[placed.range.offset : placed.range.end].view(-1, placed.cache.page_size_bytes)
+
+    def view_staging(self) -> torch.Tensor | None:
+        """The staging memory, None if there is none."""
+        tail = self.placement.tail
+        return self.backing[tail.offset : tail.end] if tail.num_bytes else None
+
+
 class KVPPCaches:
-    """One rank of a KVPP group: plan, placement and transfers on one backing allocation."""
+    """One rank of a KVPP group: plan, placement and transfers on one backing allocation.
+
+    `violations` lists what the product's block tables say other than the toy scheduler.
+    """
 
     def __init__(
         self,
         layers: Sequence[ToyLayer],
         num_blocks: int,
         *,
-        group_ranks: tuple[int, ...],
-        group_rank: int,
-        transport: Transport,
+        group: Group,
+        setup: TransferSetup,
         waits_after_write: bool = False,
     ) -> None:
         self._layers = layers
-        self.group_rank = group_rank
+        self.group_rank = group.rank
         self._waits_after_write = waits_after_write
-        self.plan = plan_layers(layers, group_size=len(group_ranks))
-        self._placement = place(self.plan, group_rank, num_blocks)
-        self._backing = torch.full((self._placement.num_bytes,), _GARBAGE + group_rank, dtype=torch.uint8)
-        self.transport = transport
-        self.target_layers = self._view_target_layers()
-        self.transfers = LayerTransfers(self.target_layers, transport, f"of ranks {list(group_ranks)}")
+        self.plan = plan_layers(layers, group_size=len(group.ranks))
+        largest_page_bytes = self.plan.largest_bundle_page_bytes
+        self._tail_bytes = PAGE_BYTES if setup.shares_memory else setup.staging_bytes(largest_page_bytes)
+        placement = place(self.plan, group.rank, num_blocks, self._tail_bytes)
+        self._memory = ToyMemory(placement, allocate_pages(max(placement.num_bytes, 1)))
+        # As in the product, a stage without caches has nothing to share.
+        peers = self._map_peers(group) if setup.shares_memory and placement.bundles else ()
+        self._memory.backing.fill_(_GARBAGE + group.rank)
+        self.target_layers = tuple(self._view_layer(index, peers) for index in range(len(placement.bundles)))
+        self.transport = setup.make_transport(group, self._memory.view_staging(), largest_page_bytes)
+        self.transfers = LayerTransfers(self.target_layers, self.transport, group.label, setup.transfer)
+        self._tables = BlockTables(BLOCK_SIZE)
+        self.violations: list[str] = []
         self._rows = self._view_rows()
 
     def run(self, step: ToyStep, hidden: Hidden) -> Hidden | None:
         """Run a forward as a worker does; None when the model aborts it."""
         if step.is_dummy:
             return self._run_model(step, hidden)
-        computed = {request.request_id: request.num_computed_tokens for request in step.requests}
+        advanced = self._tables.advance(describe_schedule(step))
+        if set(advanced.active_blocks) != step.active_blocks:
+            self.violations.append(
+                f"active blocks are {list(advanced.active_blocks)}, not {sorted(step.active_blocks)}"
+            )
         try:
-            with self.transfers.step(Step(computed)):
+            with self.transfers.step(advanced):
                 return self._run_model(step, hidden)
         except ForwardAbortedError:
             return None
 
+    @property
+    def strict_transports(self) -> list[StrictTransport]:
+        """Those that look for violations, if any."""
+        return [transport for transport in unwrap(self.transport) if isinstance(transport, StrictTransport)]
+
     def find_left_under_way(self) -> list[str]:
         """Transfers that nobody has waited for, as far as the transport knows."""
-        if not isinstance(self.transport, StrictTransport):
-            return []
-        return ["a transfer was left under way"] * len(self.transport.under_way)
+        num_left = sum(len(transport.under_way) for transport in self.strict_transports)
+        return ["a transfer was left under way"] * num_left
 
     def find_stale_caches(self, reference: FullCaches) -> list[str]:
         """Persistent caches of this rank, drafts included, that differ from the reference in some written slot."""
@@ -106,28 +150,38 @@ class KVPPCaches:
             return run_layers(self._layers, self._rows, step, hidden, after_write=hook)
         return run_layers(self._layers, self._rows, step, hidden, before_write=hook)
 
+    def _map_peers(self, group: Group) -> tuple[ToyMemory, ...]:
+        num_blocks = self._memory.placement.num_blocks
+        placements = [place(self.plan, rank, num_blocks, self._tail_bytes) for rank in range(len(group.ranks))]
+        return tuple(map(ToyMemory, placements, group.share(self._memory.backing)))
+
+    def _view_layer(self, target_index: int, peers: Sequence[ToyMemory]) -> TargetLayer:
+        bundle = self._memory.placement.bundles[target_index]
+        memory = self._memory.view_bundle(target_index)
+        if peers and not bundle.is_owned:
+            memory = replace(memory, source=peers[bundle.owner_rank].view_bundle(target_index).components)
+        return TargetLayer(tuple(placed.cache.name for placed in bundle.components), memory)
+
     def _view_rows(self) -> dict[str, torch.Tensor]:
         cache_by_name: dict[str, ToyCache] = {cache.name: cache for layer in self._layers for cache in layer.caches}
         return {
-            placed.cache.name: cache_by_name[placed.cache.name].view_rows(
-                self._view_pages(placed.range.offset, placed.cache)
-            )
-            for placed in self._placement.caches
+            placed.cache.name: cache_by_name[placed.cache.name].view_rows(self._memory.view_pages(placed))
+            for placed in self._memory.placement.caches
         }
 
-    def _view_target_layers(self) -> list[TargetLayer]:
-        return [
-            TargetLayer(tuple(placed.cache.name for placed in bundle.components), self._view_bundle(bundle))
-            for bundle in self._placement.bundles
-        ]
 
-    def _view_bundle(self, bundle: PlacedBundle) -> BundleMemory:
-        components = tuple(self._view_pages(placed.range.offset, placed.cache) for placed in bundle.components)
-        return BundleMemory(bundle.owner_rank, self._backing[bundle.range.offset : bundle.range.end], components)
-
-    def _view_pages(self, offset: int, cache: LayerCache) -> torch.Tensor:
-        num_bytes = self._placement.num_blocks * cache.page_size_bytes
-        return self._backing[offset : offset + num_bytes].view(-1, cache.page_size_bytes)
+def describe_schedule(step: ToyStep) -> ScheduleUpdate:
+    """What the product hears of a step: of each request the blocks that it does not know yet."""
+    updates = [
+        RequestUpdate(
+            request.request_id,
+            request.num_computed_tokens,
+            request.block_table[request.num_known_blocks :],
+            replaces_blocks=request.num_known_blocks == 0,
+        )
+        for request in step.requests
+    ]
+    return ScheduleUpdate(updates, step.finished)
 
 
 def plan_layers(layers: Sequence[ToyLayer], *, group_size: int) -> CachePlan:

@@ -9,11 +9,15 @@ import torch
 from multirank.rank import Call, Rank
 from multirank.rank_caches import FullCaches, KVPPCaches
 from multirank.schedules import NUM_BLOCKS
+from multirank.setups import FULL, TransferSetup
+from multirank.toy_group import Group, ToyGroup
 from multirank.toy_model import Hidden, ToyLayer, embed
 from multirank.toy_scheduler import ToyStep
-from multirank.transports import MakeTransport, StrictTransport, broadcast
 from vllm_kvpp.errors import KVPPOrderError
-from vllm_kvpp.transport.base import Transport
+
+# World ranks of a group of each size among four. Wherever it can it begins behind world rank 0: a rank of the group is
+# not the rank of the world.
+GROUP_BY_SIZE = {2: (2, 3), 3: (1, 2, 3), 4: (0, 1, 2, 3)}
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Scenario:
     layers: tuple[ToyLayer, ...]
     steps: tuple[ToyStep, ...]
     group_ranks: tuple[int, ...]
-    make_transport: MakeTransport = broadcast
+    setup: TransferSetup = FULL
     num_blocks: int = NUM_BLOCKS
     waits_after_write: bool = False
     limit_seconds: float | None = None
@@ -40,6 +44,8 @@ class Report:
     violations: tuple[str, ...]
     num_transfers: int
     num_transferred_bytes: int
+    num_transferred_blocks: int
+    num_calls: int
     num_steps_with_history: int
 
     @property
@@ -61,7 +67,16 @@ def find_problems(reports: Sequence[Report]) -> list[str]:
 
 def run_scenario(rank: Rank, scenario: Scenario) -> Report:
     """Run all steps on this rank, which is in the scenario's group."""
-    return run_on_transport(rank, scenario, make_transport(rank, scenario))
+    return run_on_group(scenario, make_group(rank, scenario))
+
+
+def run_and_stay(rank: Rank, scenario: Scenario) -> Report:
+    """Run all steps on this rank, and keep its memory and pipes until every rank of the group is done."""
+    group = make_group(rank, scenario)
+    caches = make_caches(scenario, group)
+    report = run_on_caches(scenario, caches)
+    group.gather("done")
+    return report
 
 
 def run_with_one_scratch_buffer(rank: Rank, scenario: Scenario) -> Report:
@@ -75,18 +90,20 @@ def run_past_hooks(rank: Rank, scenario: Scenario) -> tuple[list[str], Report]:
 
     Returns the errors, one a broken step with history, and the report of the right steps.
     """
-    caches = make_caches(rank, scenario, make_transport(rank, scenario))
+    caches = make_caches(scenario, make_group(rank, scenario))
     reference = FullCaches(scenario.layers, scenario.num_blocks)
     before_layer = caches.transfers.before_layer
     wrong_outputs: list[str] = []
     errors: list[str] = []
-    for index, step in enumerate(scenario.steps):
+    for index, scheduled in enumerate(scenario.steps):
+        step = scheduled
         for layer in scenario.layers if step.has_history else ():
             skipped = {cache.name for cache in layer.caches}
             with patch.object(
                 caches.transfers, "before_layer", lambda name, to=skipped: name in to or before_layer(name)
             ):
                 errors.append(_find_order_error(caches, step))
+            step = step.repeat()
         hidden = embed(step)
         wrong_outputs += find_wrong_outputs(index, caches.run(step, hidden), reference.run(step, hidden))
     return errors, make_report(caches, reference, wrong_outputs, caches.find_left_under_way())
@@ -100,9 +117,13 @@ def _find_order_error(caches: KVPPCaches, step: ToyStep) -> str:
     return "no error"
 
 
-def run_on_transport(rank: Rank, scenario: Scenario, transport: Transport) -> Report:
-    """Run all steps on a transport made by the caller."""
-    caches = make_caches(rank, scenario, transport)
+def run_on_group(scenario: Scenario, group: Group) -> Report:
+    """Run all steps on a group made by the caller."""
+    return run_on_caches(scenario, make_caches(scenario, group))
+
+
+def run_on_caches(scenario: Scenario, caches: KVPPCaches) -> Report:
+    """Run all steps on one rank's caches, and on the reference."""
     reference = FullCaches(scenario.layers, scenario.num_blocks)
     wrong_outputs: list[str] = []
     violations: list[str] = []
@@ -114,21 +135,24 @@ def run_on_transport(rank: Rank, scenario: Scenario, transport: Transport) -> Re
     return make_report(caches, reference, wrong_outputs, violations)
 
 
-def make_transport(rank: Rank, scenario: Scenario) -> Transport:
-    """The scenario's transport, for this rank."""
-    group_rank = scenario.group_ranks.index(rank.world_rank)
-    limit_seconds = scenario.limit_seconds or rank.timeout_seconds
-    return scenario.make_transport(rank.groups[scenario.group_ranks], group_rank, limit_seconds)
+def make_group(rank: Rank, scenario: Scenario) -> ToyGroup:
+    """The scenario's group, for this rank."""
+    return ToyGroup(
+        ranks=scenario.group_ranks,
+        rank=scenario.group_ranks.index(rank.world_rank),
+        data=rank.groups[scenario.group_ranks],
+        timeout_seconds=scenario.limit_seconds or rank.timeout_seconds,
+        make_signals=scenario.setup.make_signals,
+    )
 
 
-def make_caches(rank: Rank, scenario: Scenario, transport: Transport) -> KVPPCaches:
-    """This rank's caches, as KVPP plans them."""
+def make_caches(scenario: Scenario, group: Group) -> KVPPCaches:
+    """This rank's caches, as KVPP plans them. Collective if the setup shares memory."""
     return KVPPCaches(
         scenario.layers,
         scenario.num_blocks,
-        group_ranks=scenario.group_ranks,
-        group_rank=scenario.group_ranks.index(rank.world_rank),
-        transport=transport,
+        group=group,
+        setup=scenario.setup,
         waits_after_write=scenario.waits_after_write,
     )
 
@@ -148,15 +172,17 @@ def make_report(
     caches: KVPPCaches, reference: FullCaches, wrong_outputs: Sequence[str], violations: Sequence[str]
 ) -> Report:
     """Gather what there is to say at the end."""
-    seen = caches.transport.violations if isinstance(caches.transport, StrictTransport) else []
+    seen = [violation for transport in caches.strict_transports for violation in transport.violations]
     counters = caches.transfers.counters
     return Report(
         group_rank=caches.group_rank,
         owned_layers=caches.owned_layers,
         wrong_outputs=tuple(wrong_outputs),
         stale_caches=tuple(f"the kept cache {name} is wrong" for name in caches.find_stale_caches(reference)),
-        violations=(*violations, *seen),
+        violations=(*violations, *seen, *caches.violations),
         num_transfers=counters.transfers,
         num_transferred_bytes=counters.transferred_bytes,
+        num_transferred_blocks=counters.transferred_blocks,
+        num_calls=counters.calls,
         num_steps_with_history=counters.steps_with_history,
     )

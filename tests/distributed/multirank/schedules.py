@@ -104,6 +104,39 @@ def block_reuse() -> Steps:
     return tuple(scheduler.steps)
 
 
+def with_gaps() -> Steps:
+    """Three prompts, of which the first and the last go on: their blocks are two runs."""
+    scheduler = ToyScheduler(NUM_BLOCKS)
+    scheduler.add("a", range(10))
+    scheduler.add("b", range(100, 105))
+    scheduler.add("c", range(200, 218))
+    scheduler.step({"a": 10, "b": 5, "c": 18})
+    for _ in range(3):
+        scheduler.step({"a": 1, "c": 1})
+    return tuple(scheduler.steps)
+
+
+def reuse_at_once() -> Steps:
+    """A finished request's blocks are written in the very next forward, which has no history; several times over."""
+    scheduler = ToyScheduler(num_blocks=4)
+    for number in range(6):
+        scheduler.add(f"request-{number}", range(100 * number, 100 * number + 10))
+        scheduler.step({f"request-{number}": 10})
+        scheduler.step({f"request-{number}": 1})
+        scheduler.finish(f"request-{number}")
+    return tuple(scheduler.steps)
+
+
+def full_house() -> Steps:
+    """Decodes with every block taken."""
+    scheduler = ToyScheduler(NUM_BLOCKS)
+    scheduler.add("a", range(BLOCK_SIZE * (NUM_BLOCKS - 1) - 3))
+    scheduler.step({"a": BLOCK_SIZE * (NUM_BLOCKS - 1) - 3})
+    scheduler.step({"a": 1})
+    scheduler.step({"a": 1})
+    return tuple(scheduler.steps)
+
+
 SCHEDULES: dict[str, Callable[[], Steps]] = {
     schedule.__name__: schedule
     for schedule in (
@@ -114,6 +147,9 @@ SCHEDULES: dict[str, Callable[[], Steps]] = {
         prefix_hit,
         preempt_and_resume,
         block_reuse,
+        with_gaps,
+        reuse_at_once,
+        full_house,
     )
 }
 

@@ -3,7 +3,7 @@
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 BLOCK_SIZE = 4
 # As in vLLM, block 0 belongs to nobody; dummy runs use it.
@@ -12,17 +12,26 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """One request's share of a step: its new tokens, behind `num_computed_tokens` earlier ones."""
+    """One request's share of a step: its new tokens, behind `num_computed_tokens` earlier ones.
+
+    `num_known_blocks` of its blocks were named in earlier steps; 0 for a new request, and for one that begins anew.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     num_computed_tokens: int
     block_table: tuple[int, ...]
+    num_known_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the cache once the step is done."""
         return self.num_computed_tokens + len(self.token_ids)
+
+    @property
+    def history_blocks(self) -> tuple[int, ...]:
+        """The blocks that hold tokens of earlier steps."""
+        return self.block_table[: -(-self.num_computed_tokens // BLOCK_SIZE)]
 
 
 @dataclass(frozen=True)
@@ -35,21 +44,33 @@ class Abort:
 
 @dataclass(frozen=True)
 class ToyStep:
-    """One forward; a dummy run does not come from the scheduler."""
+    """One forward; a dummy run does not come from the scheduler. `finished` requests have ended before it."""
 
     requests: tuple[ScheduledRequest, ...]
     abort: Abort | None = None
     is_dummy: bool = False
+    finished: tuple[str, ...] = ()
 
     @property
     def has_history(self) -> bool:
         """Whether some request reads tokens of an earlier forward."""
         return any(request.num_computed_tokens > 0 for request in self.requests)
 
+    @property
+    def active_blocks(self) -> frozenset[int]:
+        """The blocks that hold the batch's history."""
+        return frozenset(block_id for request in self.requests for block_id in request.history_blocks)
+
+    def repeat(self) -> "ToyStep":
+        """The same step scheduled once more: all its blocks are known."""
+        requests = (replace(request, num_known_blocks=len(request.block_table)) for request in self.requests)
+        return replace(self, requests=tuple(requests), finished=())
+
 
 @dataclass
 class _Request:
     token_ids: list[int]
+    num_known_blocks: int = 0
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
 
@@ -62,6 +83,7 @@ class ToyScheduler:
         self.steps: list[ToyStep] = []
         self._free = deque(range(NULL_BLOCK + 1, num_blocks))
         self._requests: dict[str, _Request] = {}
+        self._finished: list[str] = []
         self._num_users = dict.fromkeys(range(num_blocks), 0)
         self._block_by_prefix: dict[tuple[int, ...], int] = {}
 
@@ -90,7 +112,8 @@ class ToyScheduler:
         After an aborted step the requests stand where they were, with the blocks they got.
         """
         scheduled = tuple(self._schedule(request_id, count) for request_id, count in num_tokens.items())
-        self.steps.append(ToyStep(scheduled, abort))
+        self.steps.append(ToyStep(scheduled, abort, finished=tuple(self._finished)))
+        self._finished.clear()
         if abort is None:
             for request in scheduled:
                 self._requests[request.request_id].num_computed_tokens = request.num_tokens
@@ -109,6 +132,7 @@ class ToyScheduler:
     def finish(self, request_id: str) -> None:
         """Forget a request; its blocks are free for others."""
         self._release(self._requests.pop(request_id))
+        self._finished.append(request_id)
 
     def _schedule(self, request_id: str, count: int) -> ScheduledRequest:
         request = self._requests[request_id]
@@ -119,8 +143,14 @@ class ToyScheduler:
             request.token_ids.append(zlib.crc32(f"{request_id} {len(request.token_ids)}".encode()))
         while len(request.block_table) * BLOCK_SIZE < end:
             request.block_table.append(self._take_block())
-        token_ids = tuple(request.token_ids[request.num_computed_tokens : end])
-        return ScheduledRequest(request_id, token_ids, request.num_computed_tokens, tuple(request.block_table))
+        num_known_blocks, request.num_known_blocks = request.num_known_blocks, len(request.block_table)
+        return ScheduledRequest(
+            request_id,
+            tuple(request.token_ids[request.num_computed_tokens : end]),
+            request.num_computed_tokens,
+            tuple(request.block_table),
+            num_known_blocks,
+        )
 
     def _take_prefix(self, request: _Request) -> None:
         # Not the last token: a request with nothing left to compute would have no output.
@@ -152,4 +182,5 @@ class ToyScheduler:
             if self._num_users[block_id] == 0:
                 self._free.append(block_id)
         request.block_table = []
+        request.num_known_blocks = 0
         request.num_computed_tokens = 0

@@ -21,8 +21,8 @@ def placements(draw):
     drafts = [LayerCache(f"draft.layers.{number}.attn", draw(PAGES)) for number in range(draw(st.integers(0, 2)))]
     group_size = draw(st.integers(1, 8))
     plan = plan_cache([*caches, *drafts], group_size=group_size, draft_names={cache.name for cache in drafts})
-    staging_bytes = draw(st.sampled_from([0, 1, 65_536]))
-    return place(plan, draw(st.integers(0, group_size - 1)), draw(st.integers(1, 500)), staging_bytes)
+    tail_bytes = draw(st.sampled_from([0, 1, 65_536]))
+    return place(plan, draw(st.integers(0, group_size - 1)), draw(st.integers(1, 500)), tail_bytes)
 
 
 def kept_ranges(placement):
@@ -49,7 +49,7 @@ def place_sparse(*, group_rank, num_blocks=10):
 @given(placements())
 def test_what_a_rank_keeps_never_overlaps_anything_else(placement):
     ranges = sorted(
-        [*kept_ranges(placement), *placement.scratch, placement.staging], key=lambda found: (found.offset, found.end)
+        [*kept_ranges(placement), *placement.scratch, placement.tail], key=lambda found: (found.offset, found.end)
     )
 
     assert all(left.end <= right.offset for left, right in pairwise(ranges))
@@ -57,7 +57,7 @@ def test_what_a_rank_keeps_never_overlaps_anything_else(placement):
 
 @given(placements())
 def test_everything_lies_inside_the_allocation_and_fills_it_to_its_end(placement):
-    ends = [found.end for found in (*kept_ranges(placement), *placement.scratch, placement.staging)]
+    ends = [found.end for found in (*kept_ranges(placement), *placement.scratch, placement.tail)]
 
     assert max(ends) == placement.num_bytes
     assert all(placed.range.end <= placement.num_bytes for placed in placement.caches)

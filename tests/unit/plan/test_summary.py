@@ -116,7 +116,13 @@ def test_the_log_shows_what_moves_and_how():
 def test_the_log_shows_the_staging_memory():
     plan = plan_cache([LayerCache("layers.0.attn", PAGE)], group_size=2)
     summary = CacheSummary(
-        plan, place(plan, 0, 1, 65_536), group_rank=0, block_size=16, available_bytes=MIB, transfer="active"
+        plan,
+        place(plan, 0, 1, 65_536),
+        group_rank=0,
+        block_size=16,
+        available_bytes=MIB,
+        transfer="active",
+        has_staging=True,
     )
 
     assert line_of(summary, "transfer").endswith("active, by broadcast, through 65,536 bytes of staging memory")

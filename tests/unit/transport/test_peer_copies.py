@@ -47,9 +47,9 @@ def test_all_ranks_meet_before_the_first_copy(make_rank):
     transport.prepare(Selection(Way.RUNS, SCATTERED))
     transport.start(memory).wait()
 
-    (_, first, digest), (_, second, _), (what, expected), *_ = log
+    (_, first, greeting), (_, second, _), (what, expected), *_ = log
     assert [first, second, what] == [1, 2, "expect"]
-    assert digest == expected
+    assert greeting == expected
 
 
 def test_a_receiver_copies_the_selected_blocks_and_then_tells_the_owner(make_rank):

@@ -1,4 +1,5 @@
 import gc
+import mmap
 import os
 import resource
 from dataclasses import replace
@@ -7,67 +8,85 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvpp.transport.shared_memory import free_shared_bytes, open_shared, share
+from vllm_kvpp.transport.shared_memory import allocate_pages, open_shared, share
 
-NUM_BYTES = 3 * 4096 + 5
+PAGE = mmap.PAGESIZE
+
+
+def allocate(start, num_bytes):
+    """Memory that begins `start` bytes behind a page boundary, on pages of its own, and is a storage of its own."""
+    pages = mmap.mmap(-1, start + num_bytes + PAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=num_bytes)
 
 
 @pytest.fixture
 def shared():
-    tensor = torch.arange(NUM_BYTES).to(torch.uint8)
+    tensor = allocate_pages(3 * PAGE)
     return tensor, share(tensor)
 
 
-def test_a_peer_sees_what_was_written_before_and_after_the_memory_was_shared(shared):
+def test_a_peer_sees_what_is_written_once_the_memory_is_shared(shared):
     tensor, handle = shared
     view = open_shared(handle)
-    assert torch.equal(view, tensor)
-    tensor[4097] = 77
+    tensor[PAGE + 1] = 77
 
-    assert view[4097] == 77
-    assert view.shape == (NUM_BYTES,)
+    assert view[PAGE + 1] == 77
+    assert view.shape == (3 * PAGE,)
 
 
-def test_every_view_of_the_tensor_stays_valid():
-    backing = torch.zeros(NUM_BYTES, dtype=torch.uint8)
-    cache = backing[512 : 512 + 64].view(torch.float32).view(4, 4)
+@pytest.mark.parametrize("start", [0, 64, PAGE - 1])
+@pytest.mark.parametrize("num_bytes", [3 * PAGE, 3 * PAGE + 5, PAGE, 100])
+def test_all_pages_are_shared_that_lie_in_the_tensor_as_a_whole(start, num_bytes):
+    tensor = allocate(start, num_bytes)
+    view = open_shared(share(tensor))
+    tensor.copy_(torch.arange(num_bytes) % 251)
+    first = -start % PAGE
+    end = (start + num_bytes) // PAGE * PAGE - start
+
+    assert view.shape == tensor.shape
+    assert torch.equal(view[first:end], tensor[first:end])
+
+
+def test_every_view_of_the_tensor_stays_valid_at_its_address():
+    backing = allocate_pages(3 * PAGE)
+    cache = backing[PAGE : PAGE + 64].view(torch.float32).view(4, 4)
+    address = cache.data_ptr()
     view = open_shared(share(backing))
     cache[1, 2] = 2.5
 
-    assert view[512 : 512 + 64].clone().view(torch.float32)[6] == 2.5
-    assert cache.untyped_storage().data_ptr() == backing.untyped_storage().data_ptr()
+    assert cache.data_ptr() == address
+    assert view[PAGE : PAGE + 64].clone().view(torch.float32)[6] == 2.5
 
 
-def test_no_file_is_left_in_shared_memory_even_while_it_is_used():
-    before = set(os.listdir("/dev/shm"))
-    tensor = torch.zeros(NUM_BYTES, dtype=torch.uint8)
-    view = open_shared(share(tensor))
+def test_the_memory_has_no_name_while_it_is_used(shared):
+    view = open_shared(shared[1])
 
-    assert set(os.listdir("/dev/shm")) - before == set()
-    assert not view.any()
+    assert _mapping_of(shared[0])[5] == _mapping_of(view)[5] == "/memfd:kvpp (deleted)"
 
 
-def test_the_memory_outlives_its_owner():
-    tensor = torch.full((NUM_BYTES,), 9, dtype=torch.uint8)
-    view = open_shared(share(tensor))
-    del tensor
+def test_the_memory_outlives_its_owner(shared):
+    tensor, handle = shared
+    tensor.fill_(9)
+    view = open_shared(handle)
+    os.close(handle.fd)
+    del tensor, shared
     gc.collect()
 
-    assert torch.equal(view, torch.full((NUM_BYTES,), 9, dtype=torch.uint8))
+    assert torch.equal(view, torch.full((3 * PAGE,), 9, dtype=torch.uint8))
 
 
 def test_a_peer_cannot_write(shared):
-    view = open_shared(shared[1])
-    (protection,) = {
-        line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if _holds(line, view.data_ptr())
-    }
-
-    assert protection == "r--s"
+    assert _mapping_of(open_shared(shared[1]))[1] == "r--s"
 
 
-def _holds(line, address):
-    first, last = (int(end, 16) for end in line.split()[0].split("-"))
-    return first <= address < last
+def _mapping_of(tensor):
+    """Addresses, permissions, offset, device, inode and path of the mapping that a tensor begins in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        first, last = (int(end, 16) for end in fields[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return fields
+    raise AssertionError("not mapped")
 
 
 def test_a_peer_on_another_host_is_not_mistaken_for_a_process_of_this_one(shared):
@@ -82,21 +101,20 @@ def test_a_peer_that_is_gone_cannot_be_read(shared):
 
 @pytest.fixture
 def small_files():
-    """No file of this process may be larger than a page, as if the host were out of shared memory."""
+    """No file of this process may be larger than a page."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.usefixtures("small_files")
-def test_memory_that_the_host_cannot_share_is_refused_and_stays_what_it_was():
-    tensor = torch.full((NUM_BYTES,), 9, dtype=torch.uint8)
+def test_memory_that_the_system_does_not_give_is_refused_and_the_tensor_stays_what_it_was():
+    tensor = allocate_pages(3 * PAGE)
+    tensor.fill_(9)
+    open_files = len(os.listdir("/proc/self/fd"))
 
-    with pytest.raises(RuntimeError, match="unable to"):
+    with pytest.raises(OSError, match="File too large"):
         share(tensor)
-    assert torch.equal(tensor, torch.full((NUM_BYTES,), 9, dtype=torch.uint8))
-
-
-def test_the_host_says_how_much_can_be_shared():
-    assert free_shared_bytes() > NUM_BYTES
+    assert torch.equal(tensor, torch.full((3 * PAGE,), 9, dtype=torch.uint8))
+    assert len(os.listdir("/proc/self/fd")) == open_files

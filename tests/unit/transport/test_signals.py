@@ -1,10 +1,11 @@
+import gc
 import os
 import threading
 import time
 
 import pytest
 
-from vllm_kvpp.transport.signals import Inbox, PipeHandle, Signals, open_writer
+from vllm_kvpp.transport.signals import MESSAGE_BYTES, Inbox, PipeHandle, Signals, open_writer
 
 
 def connect(size, timeout_seconds=5.0):
@@ -20,46 +21,51 @@ def connect(size, timeout_seconds=5.0):
 
 def end(signals):
     """What the system does when a rank ends."""
-    for connection in (*signals._readers.values(), *signals._writers.values()):
-        connection.close()
+    signals.close()
+
+
+def message(number=0):
+    return number.to_bytes(MESSAGE_BYTES)
 
 
 def test_messages_of_one_sender_arrive_in_order():
     first, second = connect(2)
-    for message in (b"step", b"step 1"):
-        first.send(1, message)
-    second.expect(b"step")
-    second.expect(b"step 1")
+    for number in (1, 2, 3):
+        first.send(1, message(number))
+    for number in (1, 2, 3):
+        second.expect(message(number))
 
 
 def test_a_rank_waits_for_all_others():
     ranks = connect(3)
-    waiter = threading.Thread(target=ranks[0].expect, args=(b"here",))
+    waiter = threading.Thread(target=ranks[0].expect, args=(message(),))
     waiter.start()
-    ranks[1].send(0, b"here")
+    ranks[1].send(0, message())
     waiter.join(0.1)
     assert waiter.is_alive()
-    ranks[2].send(0, b"here")
+    ranks[2].send(0, message())
     waiter.join(5)
     assert not waiter.is_alive()
 
 
 def test_a_message_that_is_not_the_expected_one_names_its_sender():
     ranks = connect(3)
-    ranks[1].send(0, b"\x01")
-    ranks[2].send(0, b"\x02")
+    ranks[1].send(0, message(1))
+    ranks[2].send(0, message(2))
 
-    with pytest.raises(RuntimeError, match=r"^group rank 2 does not move the same blocks in this step \(02, not 01\)$"):
-        ranks[0].expect(b"\x01")
+    with pytest.raises(
+        RuntimeError, match=r"^group rank 2 does not move the same blocks in this step \(0{22}02, not 0{22}01\)$"
+    ):
+        ranks[0].expect(message(1))
 
 
 def test_a_rank_that_says_nothing_is_named_at_the_limit():
     ranks = connect(3, timeout_seconds=0.1)
-    ranks[1].send(0, b"here")
+    ranks[1].send(0, message())
     started = time.monotonic()
 
     with pytest.raises(TimeoutError, match=r"^nothing from group rank 2 within 0\.1 s$"):
-        ranks[0].expect(b"here")
+        ranks[0].expect(message())
     assert time.monotonic() - started < 2
 
 
@@ -68,7 +74,7 @@ def test_a_rank_that_has_ended_is_noticed_at_once_by_who_waits_for_it():
     end(second)
 
     with pytest.raises(RuntimeError, match=r"^group rank 1 is gone$"):
-        first.expect(b"here")
+        first.expect(message())
 
 
 def test_a_rank_that_has_ended_is_noticed_by_who_sends_to_it():
@@ -76,14 +82,14 @@ def test_a_rank_that_has_ended_is_noticed_by_who_sends_to_it():
     end(second)
 
     with pytest.raises(RuntimeError, match=r"^group rank 1 is gone$"):
-        first.send(1, b"here")
+        first.send(1, message())
 
 
 def test_what_a_rank_sent_before_it_ended_still_arrives():
     first, second = connect(2)
-    second.send(0, b"here")
+    second.send(0, message())
     end(second)
-    first.expect(b"here")
+    first.expect(message())
 
 
 def test_a_pipe_that_is_not_there_cannot_be_opened():
@@ -91,9 +97,46 @@ def test_a_pipe_that_is_not_there_cannot_be_opened():
         open_writer(PipeHandle(os.getpid(), 10**6))
 
 
+def test_a_rank_that_has_ended_shows_behind_one_that_says_nothing():
+    ranks = connect(3, timeout_seconds=60.0)
+    end(ranks[2])
+
+    with pytest.raises(RuntimeError, match=r"^group rank 2 is gone$"):
+        ranks[0].expect(message())
+
+
+def test_a_rank_that_has_said_what_was_expected_may_end_while_others_are_waited_for():
+    ranks = connect(3)
+    ranks[1].send(0, message())
+    end(ranks[1])
+    waiter = threading.Thread(target=ranks[0].expect, args=(message(),))
+    waiter.start()
+    waiter.join(0.1)
+    assert waiter.is_alive()
+    ranks[2].send(0, message())
+    waiter.join(5)
+    assert not waiter.is_alive()
+
+
+def test_messages_that_arrive_early_are_kept_for_their_turn():
+    ranks = connect(3)
+    for number in (1, 2):
+        ranks[1].send(0, message(number))
+    ranks[2].send(0, message(1))
+    ranks[0].expect(message(1))
+    ranks[2].send(0, message(2))
+    ranks[0].expect(message(2))
+
+
+def test_a_message_of_another_length_is_a_bug_of_ours():
+    with pytest.raises(AssertionError, match="a message of 3 bytes"):
+        connect(2)[0].send(1, b"abc")
+
+
 def test_all_pipes_are_closed_with_the_last_use():
     before = len(os.listdir("/proc/self/fd"))
-    for signals in connect(3):
-        end(signals)
+    signals = connect(3)
+    del signals
+    gc.collect()
 
     assert len(os.listdir("/proc/self/fd")) == before

@@ -167,14 +167,13 @@ def test_a_device_with_streams_gets_broadcasts_on_a_stream_of_its_own(make, monk
 
 def test_memory_that_cannot_be_shared_is_named_by_rank_with_a_remedy(make):
     group, world = make(2, pp=2)
-    world.answers = [groups_module._Failure("RuntimeError: No space left on device (28)"), SimpleNamespace()]
+    world.answers = [groups_module._Failure("OSError: [Errno 24] Too many open files"), SimpleNamespace()]
 
     with pytest.raises(KVPPRankMismatchError) as caught:
         group.share(torch.zeros(8, dtype=torch.uint8))
     assert str(caught.value) == (
-        "The KVPP group of ranks [2, 3] cannot share its KV cache between processes: rank 2: RuntimeError: No space "
-        "left on device (28). Give the container more shared memory (--shm-size), or set kvpp.transport to "
-        '"broadcast".'
+        "The KVPP group of ranks [2, 3] cannot share memory between its processes: rank 2: OSError: [Errno 24] Too "
+        'many open files. Set kvpp.transport to "broadcast".'
     )
 
 

@@ -192,7 +192,7 @@ def test_a_receiver_that_can_read_its_peers_finds_the_owners_bytes_and_an_owner_
 
 def test_staging_memory_is_the_end_of_the_allocation():
     plan = plan_cache(describe_caches(DENSE), group_size=2)
-    staged = make_memory(place(plan, 0, 4, staging_bytes=1000))
+    staged = make_memory(place(plan, 0, 4, tail_bytes=1000))
 
     assert staged.view_staging().numel() == 1000
     assert staged.view_staging().data_ptr() + 1000 == staged.backing.data_ptr() + staged.backing.numel()

@@ -1,0 +1,230 @@
+"""An engine in a process of its own that decodes a given batch, and stays until it is closed.
+
+Several may be there at once: one that has had nothing to do for `IDLE_SECONDS` uses no CPU.
+"""
+
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tiny_model import BLOCK_SIZE, DTYPE, NUM_LAYERS, PAGE_BYTES, VOCABULARY_SIZE
+
+from vllm_kvpp.demo.machine import find_cpus
+from vllm_kvpp.demo.processes import ProcessTree
+from vllm_kvpp.demo.server import remove_shared_memory
+from vllm_kvpp.demo.startup_log import find_first_error, read_log, take_last_lines
+from vllm_kvpp.demo.vllm_command import ATTENTION_BACKEND, COMPILATION_CONFIG, bind_ranks
+from vllm_kvpp.demo.vllm_metadata import write_vllm_metadata
+
+HERE = Path(__file__).parent
+TP_SIZE = 2
+# vLLM's workers look for work without a pause for one second, and then wait to be woken.
+IDLE_SECONDS = 1.2
+START_TIMEOUT_SECONDS = 600.0
+STRETCH_TIMEOUT_SECONDS = 300.0
+# The same in every engine, since KVPP sizes its staging memory by it; what is allocated follows from the blocks.
+KV_CACHE_BYTES = 512 * 1024**2
+NUM_LOG_LINES = 20
+MAX_LINE_LENGTH = 300
+
+
+class EngineError(Exception):
+    """An engine did not start or did not go on; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that all have `num_history_tokens` of history in their last step, and up to a block less before.
+
+    The number of blocks that hold the history is therefore the same in every step of a stretch.
+    """
+
+    num_requests: int
+    num_history_tokens: int
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Blocks that the history occupies in every decode step."""
+        return self.num_requests * (self.num_history_tokens // BLOCK_SIZE)
+
+    @property
+    def active_bytes(self) -> int:
+        """Bytes of those blocks over all layers."""
+        return self.num_active_blocks * NUM_LAYERS * PAGE_BYTES
+
+    def make_prompts(self) -> list[list[int]]:
+        """The same made-up tokens in every call."""
+        assert self.num_history_tokens % BLOCK_SIZE == 0, "a history of whole blocks"
+        # The first decode step then has the first token of the last block in its history.
+        length = self.num_history_tokens - BLOCK_SIZE + 1
+        generator = random.Random(0)
+        return [[generator.randrange(2, VOCABULARY_SIZE) for _ in range(length)] for _ in range(self.num_requests)]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What differs between the engines of a benchmark.
+
+    `kvpp` are the options under that key; None without KVPP. With `are_blocks_scattered` the engine hands out blocks
+    in a random order, as one that has served for a while; otherwise those of one batch tend to be neighbours.
+    """
+
+    num_blocks: int
+    max_history_tokens: int
+    max_num_requests: int
+    kvpp: Mapping[str, Any] | None
+    are_blocks_scattered: bool
+
+    def as_arguments(self, model: Path) -> dict[str, Any]:
+        """The arguments of `vllm.LLM`."""
+        max_model_len = self.max_history_tokens + BLOCK_SIZE
+        additional_config = {} if self.kvpp is None else {"enable_kvpp": True, "kvpp": dict(self.kvpp)}
+        return {
+            "model": str(model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": DTYPE,
+            "tensor_parallel_size": TP_SIZE,
+            "enforce_eager": True,
+            "attention_backend": ATTENTION_BACKEND,
+            "compilation_config": COMPILATION_CONFIG,
+            "worker_extension_cls": "transfer_extension.TransferExtension",
+            "max_model_len": max_model_len,
+            "max_num_seqs": self.max_num_requests,
+            # Whole batches are prefilled in one step: on CPU vLLM does not prefill MLA models in chunks.
+            "max_num_batched_tokens": self.max_num_requests * max_model_len,
+            "enable_prefix_caching": False,
+            # One block is vLLM's own.
+            "num_gpu_blocks_override": self.num_blocks + 1,
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
+            "additional_config": additional_config,
+        }
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What some consecutive decode steps of one batch took: seconds of each, and what KVPP's counters grew by."""
+
+    step_seconds: tuple[float, ...]
+    prefill_seconds: float
+    counters: Mapping[str, float]
+
+    @property
+    def moved_bytes_per_step(self) -> float:
+        """Bytes of the cache that were moved in a step with history, 0 without KVPP."""
+        return self.counters.get("transferred_bytes", 0) / len(self.step_seconds)
+
+
+class DecodeEngine:
+    """The parent's side of one engine; see `run_decode_engine`."""
+
+    def __init__(self, connection: Connection, log_path: Path) -> None:
+        self._connection = connection
+        self._log_path = log_path
+        self.facts: dict[str, Any] = self._receive()
+
+    def measure(self, batch: Batch, *, transfer: str | None, num_warm_up_steps: int, num_steps: int) -> Stretch:
+        """Decode `batch` from an empty pool, with KVPP's `transfer` mode or as the engine was configured.
+
+        Raises:
+            EngineError: the engine ended, or gave no answer in time.
+        """
+        assert num_warm_up_steps + num_steps < BLOCK_SIZE, "a stretch has to stay in its last block"
+        request = {
+            "prompts": batch.make_prompts(),
+            "transfer": transfer,
+            "num_warm_up_steps": num_warm_up_steps,
+            "num_steps": num_steps,
+        }
+        self._connection.send(request)
+        answer = self._receive()
+        return Stretch(tuple(answer["step_seconds"]), answer["prefill_seconds"], answer["counters"])
+
+    def _receive(self) -> dict[str, Any]:
+        if not self._connection.poll(STRETCH_TIMEOUT_SECONDS):
+            what = f"The engine gave no answer in {STRETCH_TIMEOUT_SECONDS:g} s."
+            raise EngineError(_describe(what, self._log_path))
+        try:
+            answer: dict[str, Any] = self._connection.recv()
+        except EOFError:
+            raise EngineError(_describe("The engine ended while it was in use.", self._log_path)) from None
+        return answer
+
+
+@contextmanager
+def run_decode_engine(settings: EngineSettings, *, model: Path, folder: Path) -> Iterator[DecodeEngine]:
+    """Start an engine, and end every process of it on the way out.
+
+    `folder` takes its log and its files; the folder above takes what several engines share.
+
+    Raises:
+        EngineError: it does not start.
+    """
+    settings_path, socket_path, log_path = folder / "engine.json", folder / "socket", folder / "engine.log"
+    child = {"llm": settings.as_arguments(model), "are_blocks_scattered": settings.are_blocks_scattered}
+    settings_path.write_text(json.dumps(child))
+    command = [sys.executable, str(HERE / "engine_child.py"), str(socket_path), str(settings_path)]
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(socket_path))
+        server.listen(1)
+        stack.callback(remove_shared_memory, log_path)
+        tree = ProcessTree(command, env=_make_environment(folder), log_path=log_path)
+        stack.callback(tree.stop, grace_seconds=2.0)
+        connection = stack.enter_context(_accept(server, tree, log_path))
+        tree.refresh()
+        yield DecodeEngine(connection, log_path)
+
+
+def _accept(server: socket.socket, tree: ProcessTree, log_path: Path) -> Connection:
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    server.settimeout(0.5)
+    while time.monotonic() < deadline:
+        try:
+            accepted, _ = server.accept()
+        except TimeoutError:
+            tree.refresh()
+            if tree.exit_code is not None:
+                what = f"The engine ended while it was starting, with exit code {tree.exit_code}."
+                raise EngineError(_describe(what, log_path)) from None
+            continue
+        accepted.setblocking(True)
+        return Connection(accepted.detach())
+    raise EngineError(_describe(f"The engine did not start within {START_TIMEOUT_SECONDS:g} s.", log_path))
+
+
+def _make_environment(folder: Path) -> dict[str, str]:
+    """The environment of an engine; of this one, vLLM's own settings are left out, since they would change it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    write_vllm_metadata(folder / "metadata")
+    python_path = (str(HERE), str(folder / "metadata"), kept.get("PYTHONPATH"))
+    return {
+        **kept,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(folder),
+        # Of all engines of a benchmark: only the first one compiles.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled"),
+        "VLLM_CPU_OMP_THREADS_BIND": bind_ranks(find_cpus(TP_SIZE), TP_SIZE),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "kvpp",
+    }
+
+
+def _describe(what: str, log_path: Path) -> str:
+    log = read_log(log_path)
+    last_lines = take_last_lines(log, NUM_LOG_LINES).splitlines()
+    lines = (what, f"First error in its log: {find_first_error(log) or 'none'}", "The end of its log:", *last_lines)
+    return "\n".join(line[:MAX_LINE_LENGTH] for line in lines)

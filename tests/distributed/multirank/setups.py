@@ -1,0 +1,96 @@
+"""How the ranks of a scenario move their blocks: the mode, the transport, and what is put round it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from multirank.toy_group import DeafSignals, Group, MakeSignals, SlowSignals
+from multirank.transports import RestlessTransport, StagingTransport, StrictTransport, UnevenTransport
+from vllm_kvpp.selection import TransferMode
+from vllm_kvpp.transport.base import Transport
+from vllm_kvpp.transport.signals import Signals
+
+Wrap = Callable[[Transport, int], Transport]
+"""Puts something round the transport of one group rank."""
+
+
+@dataclass(frozen=True)
+class TransferSetup:
+    """One way to run transfers; `wraps` go round the transport from the inside out.
+
+    Staging memory holds `num_staged_blocks` blocks of the largest bundle, whole or not.
+    """
+
+    transfer: TransferMode
+    num_staged_blocks: float = 0
+    shares_memory: bool = False
+    make_signals: MakeSignals = Signals
+    wraps: tuple[Wrap, ...] = ()
+
+    def wrapped(self, *wraps: Wrap) -> Self:
+        """The same with more round the transport."""
+        return replace(self, wraps=self.wraps + wraps)
+
+    def staging_bytes(self, largest_page_bytes: int) -> int:
+        """The size of the staging memory."""
+        return int(self.num_staged_blocks * largest_page_bytes)
+
+    def make_transport(self, group: Group, staging: torch.Tensor | None, largest_page_bytes: int) -> Transport:
+        """The transport of one rank. Collective if memory is shared."""
+        transport = (
+            group.make_peer_copies() if self.shares_memory else group.make_broadcast(staging, largest_page_bytes)
+        )
+        for wrap in self.wraps:
+            transport = wrap(transport, group.rank)
+        return transport
+
+
+def strict(transport: Transport, group_rank: int) -> Transport:
+    """Every freedom that the contract gives a transport is used to the utmost."""
+    return StrictTransport(transport, group_rank)
+
+
+def uneven(transport: Transport, group_rank: int) -> Transport:
+    """Ranks take turns in being ahead."""
+    return UnevenTransport(transport, random.Random(group_rank))
+
+
+def restless(transport: Transport, group_rank: int) -> Transport:
+    """Every freedom that the contract gives an owner is used to the utmost."""
+    return RestlessTransport(transport, group_rank)
+
+
+def prefer_staging(transport: Transport, group_rank: int) -> Transport:
+    """Blocks are staged wherever they can be."""
+    return StagingTransport(transport)
+
+
+FULL = TransferSetup("full")
+RUNS = TransferSetup("active")
+STAGED = TransferSetup("active", num_staged_blocks=2.5, wraps=(prefer_staging,))
+AUTO = TransferSetup("auto", num_staged_blocks=3)
+PEERS = TransferSetup("active", shares_memory=True)
+PEERS_FULL = TransferSetup("full", shares_memory=True)
+PEERS_AUTO = TransferSetup("auto", shares_memory=True)
+# Receivers come late to an owner that writes early.
+PEERS_UNEVEN = replace(PEERS.wrapped(restless, uneven), make_signals=SlowSignals)
+PEERS_DEAF = replace(PEERS_UNEVEN, make_signals=DeafSignals)
+
+SETUPS = {
+    "full": FULL,
+    "full_strict": FULL.wrapped(strict),
+    "runs": RUNS,
+    "runs_strict": RUNS.wrapped(strict),
+    "staged": STAGED,
+    "staged_strict": STAGED.wrapped(strict),
+    "auto_strict": AUTO.wrapped(strict),
+    "peers": PEERS,
+    "peers_strict": PEERS.wrapped(strict),
+    "peers_uneven": PEERS_UNEVEN,
+    "peers_full_strict": PEERS_FULL.wrapped(strict),
+    "peers_auto_strict": PEERS_AUTO.wrapped(strict),
+}
+"""Every setup that has to compute what the reference computes."""
