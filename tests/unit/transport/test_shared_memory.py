@@ -2,6 +2,7 @@ import gc
 import mmap
 import os
 import resource
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,22 +100,23 @@ def test_a_peer_that_is_gone_cannot_be_read(shared):
         open_shared(replace(shared[1], fd=10**6))
 
 
-@pytest.fixture
+@contextmanager
 def small_files():
-    """No file of this process may be larger than a page."""
+    """No file of this process may be larger than a page; nothing is written meanwhile, a log either."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.usefixtures("small_files")
 def test_memory_that_the_system_does_not_give_is_refused_and_the_tensor_stays_what_it_was():
     tensor = allocate_pages(3 * PAGE)
     tensor.fill_(9)
     open_files = len(os.listdir("/proc/self/fd"))
 
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large"), small_files():
         share(tensor)
     assert torch.equal(tensor, torch.full((3 * PAGE,), 9, dtype=torch.uint8))
     assert len(os.listdir("/proc/self/fd")) == open_files
