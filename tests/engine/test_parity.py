@@ -140,6 +140,7 @@ def test_with_kvpp_off_only_the_configuration_hook_is_loaded(off_run: EngineRun)
         "vllm_kvpp.config",
         "vllm_kvpp.deployment",
         "vllm_kvpp.errors",
+        "vllm_kvpp.selection",
         "vllm_kvpp.vllm_seam",
         "vllm_kvpp.vllm_seam.platform_hook",
         "vllm_kvpp.vllm_seam.plugin",
