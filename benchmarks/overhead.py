@@ -161,7 +161,7 @@ def compare(samples: Sequence[Sample]) -> Ratios:
     }
 
 
-def make_table(samples: Sequence[Sample], ratios: Ratios) -> ReportTable:
+def make_table(samples: Sequence[Sample], ratios: Ratios, dtype: str) -> ReportTable:
     """Show the medians of all runs, and the ratios."""
     rows = []
     for workload in WORKLOADS:
@@ -181,7 +181,7 @@ def make_table(samples: Sequence[Sample], ratios: Ratios) -> ReportTable:
                 )
             )
     return ReportTable(
-        title=f"Latency, KVPP on ÷ off, TP {TP_SIZE}, {MODEL.num_layers} layers",
+        title=f"Latency, KVPP on ÷ off, TP {TP_SIZE}, {MODEL.num_layers} layers, {dtype}",
         columns=("workload", "KVPP", "TTFT ms", "on ÷ off", "TPOT ms", "on ÷ off", "moved, MB a rank"),
         rows=tuple(rows),
         notes=(
@@ -193,7 +193,7 @@ def make_table(samples: Sequence[Sample], ratios: Ratios) -> ReportTable:
     )
 
 
-def make_setup(folder: Path, *, kv_cache_bytes: int) -> ServerSetup:
+def make_setup(folder: Path, *, kv_cache_bytes: int, dtype: str) -> ServerSetup:
     """Write the model into `folder`, and describe the servers."""
     return ServerSetup(
         model_path=write_model(folder / "model", MODEL),
@@ -203,6 +203,7 @@ def make_setup(folder: Path, *, kv_cache_bytes: int) -> ServerSetup:
         # Without chunked prefill, which vLLM's CPU platform turns off for MLA, a prompt has to fit into a step.
         max_num_batched_tokens=MODEL.max_model_len,
         scratch_dir=folder,
+        dtype=dtype,
     )
 
 
@@ -210,6 +211,7 @@ def main(
     repetitions: Annotated[int, typer.Option(min=1, help="Rounds: each starts a server for each variant.")] = 3,
     runs: Annotated[int, typer.Option(min=1, help="Measured runs of each workload on each server.")] = 2,
     kv_memory_mib: Annotated[int, typer.Option(min=64, help="KV cache memory of each rank in MiB.")] = 256,
+    dtype: Annotated[str, typer.Option(help="Type of the model and its cache: bfloat16, or float32.")] = "bfloat16",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this JSON file.")] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One round, one run: to see that it works.")] = False,
@@ -217,18 +219,19 @@ def main(
     """Measure what KVPP costs in time to first token and time per output token."""
     num_rounds, num_runs = (1, 1) if quick else (repetitions, runs)
     with tempfile.TemporaryDirectory(prefix="kvpp-overhead-") as folder:
-        setup = make_setup(Path(folder), kv_cache_bytes=kv_memory_mib * 1024**2)
+        setup = make_setup(Path(folder), kv_cache_bytes=kv_memory_mib * 1024**2, dtype=dtype)
         measure = partial(measure_server, setup=setup, num_runs=num_runs)
         samples = measure_rounds(setup, measure, num_rounds=num_rounds)
     ratios = compare(samples)
     report = BenchmarkReport(
         name="overhead",
-        tables=(make_table(samples, ratios),),
+        tables=(make_table(samples, ratios, dtype),),
         settings={
             "tp_size": TP_SIZE,
             "model": MODEL,
             "workloads": WORKLOADS,
             "kv_cache_bytes": setup.kv_cache_bytes,
+            "dtype": dtype,
             "rounds": num_rounds,
             "runs": num_runs,
             "variants": VARIANTS,

@@ -81,6 +81,7 @@ class ServerSetup:
     kv_cache_bytes: int
     max_num_batched_tokens: int
     scratch_dir: Path
+    dtype: str = DTYPE
     plugins: tuple[str, ...] = ()
     plugin_dir: Path | None = None
     arguments: tuple[str, ...] = ()
@@ -201,7 +202,7 @@ def make_command(setup: ServerSetup, variant: Variant, *, port: int) -> ServerCo
         *("--load-format", "dummy", "--served-model-name", MODEL_NAME),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--tensor-parallel-size", str(setup.tp_size), "--enforce-eager"),
-        *("--dtype", DTYPE, "--attention-backend", ATTENTION_BACKEND),
+        *("--dtype", setup.dtype, "--attention-backend", ATTENTION_BACKEND),
         *("--max-model-len", str(setup.max_model_len)),
         *("--max-num-batched-tokens", str(setup.max_num_batched_tokens)),
         *("--kv-cache-memory-bytes", str(setup.kv_cache_bytes)),
