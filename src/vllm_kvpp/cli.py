@@ -1,13 +1,11 @@
-"""The command line: `vllm-kvpp demo`."""
+"""The command line: `vllm-kvpp plan` and `vllm-kvpp demo`. Each command loads its own part when it runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from vllm_kvpp import __version__
-from vllm_kvpp.demo.app import DemoOptions
-from vllm_kvpp.demo.command import run_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -44,6 +42,9 @@ def demo(
 
     Takes one to three minutes. Needs a CPU build of vLLM, and no network.
     """
+    from vllm_kvpp.demo.app import DemoOptions
+    from vllm_kvpp.demo.command import run_command
+
     options = DemoOptions(
         tp_size=tp,
         num_questions=questions,
@@ -52,3 +53,57 @@ def demo(
         port=port,
     )
     raise typer.Exit(run_command(options, as_json=json, log_dir=log_dir))
+
+
+@app.command()
+def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
+    model: Annotated[str, typer.Argument(help="A model's folder, its config.json, or a name of the catalogue.")],
+    tp: Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.")] = 8,
+    pcp: Annotated[int, typer.Option(min=1, max=1024, help="Prefill context parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, max=512, help="Pipeline parallel size.")] = 1,
+    pp_partition: Annotated[str | None, typer.Option(help="Layers of each stage, like 38,40; else vLLM's.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type that the model runs in; auto is the checkpoint's.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, fp8, … or fp8_ds_mla.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=1, max=65536, help="Tokens of one block.")] = 64,
+    kv_memory: Annotated[str | None, typer.Option(help="KV cache memory of one rank, like 46.8GiB.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Device, to estimate memory and compute: h200, b200, 910b, …")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device that vLLM may use.")] = 0.92,
+    draft: Annotated[str | None, typer.Option(help="mtp, to count the model's own draft layers.")] = None,
+    context: Annotated[int, typer.Option(min=1, max=10**9, help="Tokens of each request.")] = 32768,
+    requests: Annotated[int, typer.Option(min=1, max=10**6, help="Requests that run at once.")] = 1,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=2, max=10**6, help="Tokens of a prefill chunk.")] = 8192,
+    link: Annotated[str | None, typer.Option(help="Link of the group, like nvlink-h100 or pcie5, or GB/s.")] = None,
+    transfer: Annotated[Literal["auto", "active", "full"], typer.Option(help="As kvpp.transfer.")] = "auto",
+    transport: Annotated[
+        Literal["broadcast", "shared-memory"], typer.Option(help="shared-memory for CPUs of one host.")
+    ] = "broadcast",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+) -> None:
+    """Compute what KVPP gives and costs for a model on a machine, before anything is deployed.
+
+    Needs no GPU, no vLLM and no network. Give the memory of each rank with --kv-memory, or a device with --gpu.
+    """
+    from vllm_kvpp.planner.command import run_command
+    from vllm_kvpp.planner.planning import PlanOptions
+
+    options = PlanOptions(
+        model=model,
+        tp_size=tp,
+        pcp_size=pcp,
+        pp_size=pp,
+        pp_partition=pp_partition,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        kv_memory=kv_memory,
+        gpu=gpu,
+        gpu_memory_utilization=gpu_memory_utilization,
+        draft=draft,
+        context=context,
+        num_requests=requests,
+        num_batched_tokens=max_num_batched_tokens,
+        link=link,
+        transfer=transfer,
+        transport=transport,
+    )
+    raise typer.Exit(run_command(options, as_json=json))

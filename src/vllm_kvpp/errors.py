@@ -8,7 +8,8 @@ KVPPError
 ├── KVPPRankMismatchError  the ranks of one group disagree about plan or memory
 ├── KVPPTransferError  a transfer did not finish within its limit, or its peer is gone
 ├── KVPPOrderError     a layer used its cache outside the order that keeps the KV correct
-└── DemoError          `vllm-kvpp demo` cannot go on (in `vllm_kvpp.demo.errors`)
+├── DemoError          `vllm-kvpp demo` cannot go on (in `vllm_kvpp.demo.errors`)
+└── PlannerError       `vllm-kvpp plan` has no plan for what it was asked (in `vllm_kvpp.planner.errors`)
 ```
 
 None derives from `ValueError`: pydantic would fold such an error, raised while vLLM builds its configuration, into a

@@ -1,0 +1,90 @@
+"""Where a model's configuration comes from: a folder, a file, or a name of the catalogue."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from vllm_kvpp.planner.errors import PlannerError
+
+LARGEST_CONFIG_BYTES = 8 * 1024 * 1024
+# A slash of a hub name, in the name of a file.
+SLASH = "--"
+CATALOGUE = "models"
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A configuration as its file has it.
+
+    `source` says where a catalogue entry was copied from. With `has_defaults_only` its values are those of the model
+    class, and no checkpoint's.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    source: str | None = None
+    has_defaults_only: bool = False
+
+
+def read_config(model: str) -> ConfigFile:
+    """Find and read the configuration of `model`.
+
+    Raises:
+        PlannerError: there is none, or it is no JSON object of a sensible size.
+    """
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise PlannerError(f"MODEL is the folder {model}, which has no config.json; name a model's folder or file.")
+    if path.is_file():
+        return ConfigFile(model, _parse(path, model))
+    return _read_from_catalogue(model)
+
+
+def list_catalogue() -> tuple[str, ...]:
+    """The names of the bundled models, sorted."""
+    names = (entry.name for entry in _catalogue().iterdir() if entry.name.endswith(".json"))
+    return tuple(sorted(name.removesuffix(".json").replace(SLASH, "/", 1) for name in names))
+
+
+def _read_from_catalogue(model: str) -> ConfigFile:
+    known = list_catalogue()
+    # The part behind the slash will do, in any case.
+    wanted = model.lower()
+    found = [name for name in known if wanted in (name.lower(), name.rpartition("/")[2].lower())]
+    if not found:
+        raise PlannerError(
+            f"MODEL is {model!r}, which is neither a folder, a config.json nor in the catalogue; give a path, or one "
+            f"of: {', '.join(known)}."
+        )
+    values = _parse(_catalogue() / f"{found[0].replace('/', SLASH)}.json", found[0])
+    return ConfigFile(found[0], values, values.get("_source"), bool(values.get("_defaults_only")))
+
+
+def _catalogue() -> Traversable:
+    return files(__package__) / CATALOGUE
+
+
+def _parse(path: Path | Traversable, model: str) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_CONFIG_BYTES + 1)
+        if len(content) > LARGEST_CONFIG_BYTES:
+            raise PlannerError(
+                f"MODEL is {model}, whose configuration is larger than {LARGEST_CONFIG_BYTES // 1024**2} MiB; name a "
+                "model's config.json."
+            )
+        values = json.loads(content)
+    except OSError as error:
+        raise PlannerError(f"MODEL is {model}, which cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        problem = str(error).splitlines()[0]
+        raise PlannerError(f"MODEL is {model}, which is not valid JSON ({problem}); name a config.json.") from error
+    if not isinstance(values, dict):
+        raise PlannerError(f"MODEL is {model}, which is JSON but no object; name a model's config.json.")
+    return values

@@ -1,0 +1,220 @@
+"""From what the user asked to the finished plan."""
+
+from dataclasses import dataclass, replace
+
+from vllm_kvpp.plan.cache_forms import CacheForm
+from vllm_kvpp.planner.cache_specs import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    PACKED,
+    choose_latent_form,
+    list_stage_caches,
+)
+from vllm_kvpp.planner.capacity import Capacity, Transport, plan_capacity
+from vllm_kvpp.planner.compute import ComputeEstimate, Step
+from vllm_kvpp.planner.config_file import read_config
+from vllm_kvpp.planner.devices import Device, Link, find_device, find_link
+from vllm_kvpp.planner.errors import PlannerError
+from vllm_kvpp.planner.memory import StageMemory, estimate_memory, parse_memory
+from vllm_kvpp.planner.model import MLAModel, read_model
+from vllm_kvpp.planner.parallel import Parallelism, split_model
+from vllm_kvpp.planner.traffic import StepTraffic, plan_traffic
+from vllm_kvpp.planner.weights import read_weights
+from vllm_kvpp.selection import TransferMode
+
+FP8_NAMES = ("fp8", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `vllm-kvpp plan` was asked, as typed."""
+
+    model: str
+    tp_size: int = 8
+    pcp_size: int = 1
+    pp_size: int = 1
+    pp_partition: str | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 64
+    kv_memory: str | None = None
+    gpu: str | None = None
+    gpu_memory_utilization: float = 0.92
+    draft: str | None = None
+    context: int = 32_768
+    num_requests: int = 1
+    num_batched_tokens: int = 8192
+    link: str | None = None
+    transfer: TransferMode = "auto"
+    transport: Transport = "broadcast"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is printed."""
+
+    options: PlanOptions
+    model: MLAModel
+    parallelism: Parallelism
+    kv_cache_dtype: str
+    device: Device | None
+    link: Link | None
+    memories: tuple[StageMemory, ...]
+    capacity: Capacity
+    dcp_refusal: str | None
+    steps: tuple[StepTraffic, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest single request that fits, at most what the model was made for."""
+        longest = max(self.capacity.num_blocks - 1, 0) * self.capacity.block_size
+        return min(longest, self.model.largest_length or longest)
+
+    @property
+    def requests_that_fit(self) -> int:
+        """How many requests of the asked length fit at once with KVPP."""
+        return self.capacity.fits(self.options.context, self.capacity.num_blocks)
+
+    @property
+    def requests_that_fit_without(self) -> int:
+        """The same without KVPP."""
+        return self.capacity.fits(self.options.context, self.capacity.num_blocks_without)
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """Plan a deployment.
+
+    Raises:
+        PlannerError: in one line, what cannot be planned and what would do.
+    """
+    _check_names(options)
+    device = find_device(options.gpu) if options.gpu is not None else None
+    model = read_model(read_config(options.model))
+    parallelism = split_model(
+        model,
+        tp_size=options.tp_size,
+        pcp_size=options.pcp_size,
+        pp_size=options.pp_size,
+        partition=options.pp_partition,
+    )
+    kv_cache_dtype, notes = _resolve_kv_cache_dtype(options.kv_cache_dtype, model, device)
+    latent = choose_latent_form(model, kv_cache_dtype, model.dtype if options.dtype == "auto" else options.dtype)
+    memories, capacity = _plan_memory(options, model, parallelism, device, latent)
+    plan = Plan(
+        options=options,
+        model=model,
+        parallelism=parallelism,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        link=_choose_link(options.link, device),
+        memories=memories,
+        capacity=capacity,
+        dcp_refusal=_refuse_dcp(model, kv_cache_dtype),
+        steps=(),
+        notes=(*model.notes, *notes),
+    )
+    return replace(plan, steps=_plan_steps(plan, latent.bytes_per_token))
+
+
+def _plan_memory(
+    options: PlanOptions, model: MLAModel, parallelism: Parallelism, device: Device | None, latent: CacheForm
+) -> tuple[tuple[StageMemory, ...], Capacity]:
+    stages = list_stage_caches(
+        model,
+        parallelism.partition,
+        block_size=options.block_size,
+        latent=latent,
+        has_drafts=options.draft is not None,
+    )
+    memories = _find_memory(options, model, parallelism, device, [stage.layers for stage in stages])
+    capacity = plan_capacity(
+        stages,
+        [memory.available_bytes for memory in memories],
+        block_size=options.block_size,
+        group_size=parallelism.group_size,
+        transfer=options.transfer,
+        transport=options.transport,
+    )
+    return memories, capacity
+
+
+def _plan_steps(plan: Plan, latent_bytes: int) -> tuple[StepTraffic, ...]:
+    compute = _estimate_compute(plan.device, plan.model, plan.parallelism, latent_bytes)
+    return tuple(
+        plan_traffic(plan.capacity, step, plan.options.transfer, link=plan.link, compute=compute)
+        for step in _list_steps(plan)
+    )
+
+
+def _check_names(options: PlanOptions) -> None:
+    if options.kv_memory is None and options.gpu is None:
+        raise PlannerError("No memory is given; use --kv-memory with that of one rank, like 46.8GiB, or --gpu.")
+    if options.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise PlannerError(
+            f"--kv-cache-dtype is {options.kv_cache_dtype[:40]!r}, which the plan does not know; use "
+            f"{', '.join(KV_CACHE_DTYPES)}."
+        )
+    if options.dtype != "auto" and options.dtype not in DTYPES:
+        raise PlannerError(f"--dtype is {options.dtype[:40]!r}; use auto, {', '.join(DTYPES)}.")
+    if options.draft not in (None, "mtp"):
+        raise PlannerError(f"--draft is {str(options.draft)[:40]!r}; the plan knows mtp only, or leave it out.")
+
+
+def _choose_link(name: str | None, device: Device | None) -> Link | None:
+    if name is not None:
+        return find_link(name)
+    return find_link(device.link) if device is not None else None
+
+
+def _resolve_kv_cache_dtype(asked: str, model: MLAModel, device: Device | None) -> tuple[str, tuple[str, ...]]:
+    """What vLLM makes of the type for sparse attention, where that depends on the device."""
+    if model.indexer is None or asked not in FP8_NAMES:
+        return asked, ()
+    if device is None:
+        return asked, (f"On Hopper vLLM stores {asked} of sparse attention as {PACKED}: plan with that, or --gpu.",)
+    if device.packs_sparse_fp8:
+        return PACKED, (f"On {device.title} vLLM stores {asked} of sparse attention as {PACKED}; planned so.",)
+    return asked, ()
+
+
+def _find_memory(
+    options: PlanOptions, model: MLAModel, parallelism: Parallelism, device: Device | None, stages: list[range]
+) -> tuple[StageMemory, ...]:
+    if options.kv_memory is not None:
+        return tuple(StageMemory(parse_memory(options.kv_memory)) for _ in stages)
+    assert device is not None, "neither memory nor a device"
+    return estimate_memory(
+        device,
+        options.gpu_memory_utilization,
+        read_weights(model),
+        stages,
+        tp_size=parallelism.tp_size,
+        num_drafts=model.num_draft_layers if options.draft else 0,
+    )
+
+
+def _estimate_compute(
+    device: Device | None, model: MLAModel, parallelism: Parallelism, latent_bytes: int
+) -> ComputeEstimate | None:
+    if device is None:
+        return None
+    return ComputeEstimate(device, model, read_weights(model), parallelism.tp_size, latent_bytes)
+
+
+def _refuse_dcp(model: MLAModel, kv_cache_dtype: str) -> str | None:
+    if model.indexer is not None and kv_cache_dtype != PACKED:
+        return f"not with sparse attention and this cache type; vLLM's FlashMLA backend needs {PACKED}"
+    return None
+
+
+def _list_steps(plan: Plan) -> tuple[Step, ...]:
+    """A decode step of the requests that run at once, and a chunk of a prefill behind the same history."""
+    running = min(plan.options.num_requests, plan.requests_that_fit)
+    if running == 0:
+        return ()
+    chunk = plan.options.num_batched_tokens
+    return (
+        Step("decode", running, tokens_each=1, history=plan.options.context),
+        Step("prefill chunk", 1, tokens_each=chunk, history=plan.options.context),
+    )

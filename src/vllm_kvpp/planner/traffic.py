@@ -1,0 +1,117 @@
+"""What one forward moves, how long that takes on a link, and how much of it stands behind compute."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from vllm_kvpp.plan import StageShape, choose_way
+from vllm_kvpp.planner.capacity import Capacity, StageCapacity
+from vllm_kvpp.planner.compute import ComputeEstimate, Step
+from vllm_kvpp.planner.devices import GB, Link
+from vllm_kvpp.selection import BlockRuns, LinkTraits, TransferMode, Way
+
+# The share of a link's published rate that a broadcast reaches.
+LINK_REACHED = 0.8
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Seconds of one forward through all stages.
+
+    `first_layer` is the part of `exposed` that no compute can hide, as nothing runs before the first layer's transfer.
+    """
+
+    transfer: float
+    compute: float
+    exposed: float
+    first_layer: float
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether every transfer but the first of a stage ends within the compute of the layer before."""
+        return self.exposed <= self.first_layer
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """One forward: bytes by the two ways, those that are moved, and what is known of its time."""
+
+    step: Step
+    num_active_blocks: int
+    active_bytes: int
+    whole_bytes: int
+    moved_bytes: int
+    transfer_seconds: float | None
+    exposure: Exposure | None
+
+
+def plan_traffic(
+    capacity: Capacity, step: Step, mode: TransferMode, *, link: Link | None, compute: ComputeEstimate | None
+) -> StepTraffic:
+    """Count what a step moves and, with a link and an estimate of compute, how long compute waits for it."""
+    num_active_blocks = step.num_requests * -(-step.history // capacity.block_size)
+    active = BlockRuns(((0, num_active_blocks),)) if num_active_blocks else BlockRuns()
+    shapes = [_shape(stage, capacity.num_blocks) for stage in capacity.stages]
+    # Calls are left out: how the blocks of a batch lie is not known beforehand.
+    ways = [choose_way(mode, active, shape, LinkTraits(call_bytes=0)) for shape in shapes]
+    moved = [_count_moved(way, num_active_blocks, capacity.num_blocks) for way in ways]
+    return StepTraffic(
+        step=step,
+        num_active_blocks=num_active_blocks,
+        active_bytes=sum(shape.bytes_moved(Way.RUNS, active) for shape in shapes),
+        whole_bytes=sum(shape.bytes_moved(Way.WHOLE, active) for shape in shapes),
+        moved_bytes=sum(shape.bytes_moved(way, active) for shape, way in zip(shapes, ways, strict=True)),
+        transfer_seconds=_sum_seconds(capacity, moved, link),
+        exposure=_estimate_exposure(capacity, moved, link, compute, step),
+    )
+
+
+def _shape(stage: StageCapacity, num_blocks: int) -> StageShape:
+    bundles = stage.plan.bundles
+    return StageShape(
+        num_blocks=num_blocks,
+        num_layers=len(bundles),
+        num_components=sum(len(bundle.components) for bundle in bundles),
+        page_size_bytes=sum(bundle.page_size_bytes for bundle in bundles),
+    )
+
+
+def _count_moved(way: Way, num_active_blocks: int, num_blocks: int) -> int:
+    return num_blocks if way is Way.WHOLE and num_active_blocks else num_active_blocks
+
+
+def _list_seconds(stage: StageCapacity, num_blocks: int, link: Link) -> list[float]:
+    """Every layer's transfer: all receivers get their copy at the rate of the link, one layer at a time."""
+    rate = link.gb_s * GB * (1.0 if link.is_measured else LINK_REACHED)
+    return [bundle.page_size_bytes * num_blocks / rate for bundle in stage.plan.bundles]
+
+
+def _sum_seconds(capacity: Capacity, moved: list[int], link: Link | None) -> float | None:
+    if link is None:
+        return None
+    return sum(sum(_list_seconds(stage, num, link)) for stage, num in zip(capacity.stages, moved, strict=True))
+
+
+def _estimate_exposure(
+    capacity: Capacity, moved: list[int], link: Link | None, compute: ComputeEstimate | None, step: Step
+) -> Exposure | None:
+    if link is None or compute is None:
+        return None
+    parts = [
+        _expose_stage(_list_seconds(stage, num, link), [compute.layer_seconds(number, step) for number in stage.layers])
+        for stage, num in zip(capacity.stages, moved, strict=True)
+    ]
+    return Exposure(
+        transfer=sum(part.transfer for part in parts),
+        compute=sum(part.compute for part in parts),
+        exposed=sum(part.exposed for part in parts),
+        first_layer=sum(part.first_layer for part in parts),
+    )
+
+
+def _expose_stage(transfers: list[float], computes: list[float]) -> Exposure:
+    """Layer n's transfer starts when layer n-1 has waited, so it has the compute of layer n-1 to hide behind."""
+    late = [
+        max(later - before, 0.0)
+        for (_, later), (before, _) in zip(pairwise(transfers), pairwise(computes), strict=True)
+    ]
+    return Exposure(sum(transfers), sum(computes), transfers[0] + sum(late), transfers[0])
