@@ -37,13 +37,15 @@ def read_config(model: str) -> ConfigFile:
         PlannerError: there is none, or it is no JSON object of a sensible size.
     """
     path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise PlannerError(f"MODEL is the folder {model}, which has no config.json; name a model's folder or file.")
-    if path.is_file():
-        return ConfigFile(model, _parse(path, model))
-    return _read_from_catalogue(model)
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+            if not path.is_file():
+                raise PlannerError(f"MODEL is the folder {model}, which has no config.json; name a model's folder.")
+        is_file = path.is_file()
+    except OSError as error:
+        raise PlannerError(f"MODEL is {model[:80]!r}, which cannot be read ({error.strerror}); give a path.") from error
+    return ConfigFile(model, _parse(path, model)) if is_file else _read_from_catalogue(model)
 
 
 def list_catalogue() -> tuple[str, ...]:
@@ -59,8 +61,8 @@ def _read_from_catalogue(model: str) -> ConfigFile:
     found = [name for name in known if wanted in (name.lower(), name.rpartition("/")[2].lower())]
     if not found:
         raise PlannerError(
-            f"MODEL is {model!r}, which is neither a folder, a config.json nor in the catalogue; give a path, or one "
-            f"of: {', '.join(known)}."
+            f"MODEL is {model[:80]!r}, which is neither a folder, a config.json nor in the catalogue; give a path, or "
+            f"one of: {', '.join(known)}."
         )
     values = _parse(_catalogue() / f"{found[0].replace('/', SLASH)}.json", found[0])
     return ConfigFile(found[0], values, values.get("_source"), bool(values.get("_defaults_only")))

@@ -1,0 +1,47 @@
+import pytest
+
+from vllm_kvpp.planner.errors import PlannerError
+
+
+def test_fp8_of_sparse_attention_is_packed_on_hopper_and_plain_elsewhere(plan):
+    options = {"kv_memory": "40GiB", "kv_cache_dtype": "fp8"}
+
+    assert plan("glm-5.2", gpu="h200", **options).kv_cache_dtype == "fp8_ds_mla"
+    assert plan("glm-5.2", gpu="b200", **options).kv_cache_dtype == "fp8"
+    assert plan("deepseek-v3", gpu="h200", **options).kv_cache_dtype == "fp8"
+    assert "fp8_ds_mla" in plan("glm-5.2", **options).notes[0]
+
+
+def test_dcp_is_offered_for_dense_attention_and_for_the_packed_type(plan):
+    assert plan("deepseek-v3", kv_memory="40GiB").dcp_refusal is None
+    assert plan("glm-5.2", kv_memory="40GiB", kv_cache_dtype="fp8_ds_mla").dcp_refusal is None
+    assert "fp8_ds_mla" in plan("glm-5.2", kv_memory="40GiB").dcp_refusal
+
+
+def test_the_longest_context_is_at_most_what_the_model_was_made_for(plan):
+    assert plan("deepseek-v3", kv_memory="40GiB").longest_context == 163_840
+    small = plan("deepseek-v3", kv_memory="1GiB", block_size=16)
+    assert small.longest_context == (small.capacity.num_blocks - 1) * 16
+
+
+def test_requests_of_a_length_fit_with_and_without(plan):
+    found = plan("deepseek-v3", kv_memory="40GiB", context=30_000)
+
+    assert found.requests_that_fit_without == (found.capacity.num_blocks_without - 1) // 469
+    assert found.requests_that_fit == (found.capacity.num_blocks - 1) // 469
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "No memory is given; use --kv-memory.*--gpu"),
+        ({"kv_memory": "1GiB", "kv_cache_dtype": "int3"}, "--kv-cache-dtype is 'int3'"),
+        ({"kv_memory": "1GiB", "dtype": "int3"}, "--dtype is 'int3'"),
+        ({"kv_memory": "1GiB", "draft": "eagle"}, "--draft is 'eagle'"),
+        ({"kv_memory": "1GiB", "link": "wire"}, "--link is 'wire'"),
+        ({"gpu": "tpu"}, "--gpu is 'tpu'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(options, expected, plan):
+    with pytest.raises(PlannerError, match=expected):
+        plan("deepseek-v3", **options)
