@@ -46,11 +46,14 @@ def test_the_wheel_requires_neither_vllm_nor_torch(wheel: Path) -> None:
     assert "torch" not in requirements
 
 
-def test_the_wheel_carries_the_recall_model_and_stays_small(wheel: Path) -> None:
+def test_the_wheel_carries_the_recall_model_and_the_catalogue_and_stays_small(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
         assert f"vllm_kvpp/demo/recall/{file}" in names
+    catalogue = {path.name for path in (ROOT / "src/vllm_kvpp/planner/models").glob("*.json")}
+    assert catalogue == {name.rpartition("/")[2] for name in names if name.startswith("vllm_kvpp/planner/models/")}
+    assert len(catalogue) >= 16
     assert wheel.stat().st_size < 9 * 1024 * 1024
 
 
@@ -70,7 +73,9 @@ def test_a_wheel_installed_beside_vllm_attaches_to_the_platform_when_vllm_loads_
     assert is_wrapped == "True"
 
 
-@pytest.mark.parametrize("module", ["vllm_kvpp", "vllm_kvpp.config", "vllm_kvpp.plan", "vllm_kvpp.cli"])
+@pytest.mark.parametrize(
+    "module", ["vllm_kvpp", "vllm_kvpp.config", "vllm_kvpp.plan", "vllm_kvpp.planner.command", "vllm_kvpp.cli"]
+)
 def test_planning_and_the_command_line_load_neither_torch_nor_vllm(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'vllm', 'numpy') if name in sys.modules])"
     assert _run(code) == "[]"

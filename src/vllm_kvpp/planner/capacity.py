@@ -73,11 +73,6 @@ class Capacity:
         return self.num_blocks_without * self.block_size
 
     @property
-    def num_tokens_with_dcp(self) -> int:
-        """Tokens if every token's cache lay on one rank of the group, for all layers (DCP as wide as the group)."""
-        return self.num_tokens_without * self.group_size
-
-    @property
     def factor(self) -> float:
         """How many times as many tokens KVPP holds."""
         return self.num_tokens / self.num_tokens_without
@@ -89,10 +84,6 @@ class Capacity:
         Below 0 if KVPP needs more.
         """
         return min(_save(stage, self.num_blocks_without) for stage in self.stages)
-
-    def fits(self, num_tokens: int, num_blocks: int) -> int:
-        """How many requests of `num_tokens` tokens fit into `num_blocks` blocks, of which vLLM holds one back."""
-        return max(num_blocks - 1, 0) // -(-num_tokens // self.block_size)
 
 
 def plan_capacity(

@@ -6,6 +6,8 @@ from vllm_kvpp.planner.errors import PlannerError
 
 GIB = 1024**3
 GB = 10**9
+HOPPER = "hopper"
+BLACKWELL = "blackwell"
 VISIBLE = "memory: what PyTorch reports as total, below the data sheet's figure"
 
 
@@ -13,8 +15,8 @@ VISIBLE = "memory: what PyTorch reports as total, below the data sheet's figure"
 class Device:
     """One accelerator: memory that a framework sees, and rates of its data sheet without sparsity.
 
-    `fp8_tflops` equals `bf16_tflops` where there is no 8-bit arithmetic. With `packs_sparse_fp8` vLLM stores an fp8
-    cache of sparse attention as `fp8_ds_mla`.
+    `fp8_tflops` equals `bf16_tflops` where there is no 8-bit arithmetic. `generation` is named where vLLM chooses the
+    type of a sparse attention's cache by it.
     """
 
     name: str
@@ -25,7 +27,7 @@ class Device:
     fp8_tflops: float
     link: str
     source: str
-    packs_sparse_fp8: bool = False
+    generation: str = ""
 
     @property
     def memory_bytes(self) -> int:
@@ -49,10 +51,10 @@ _AMD = f"AMD data sheet; {VISIBLE}"
 DEVICES = {
     device.name: device
     for device in (
-        Device("h100", "NVIDIA H100 SXM 80 GB", 79.2, 3350, 989, 1979, "nvlink-h100", _NVIDIA, True),
-        Device("h200", "NVIDIA H200 141 GB", 139.8, 4800, 989, 1979, "nvlink-h100", _NVIDIA, True),
-        Device("h20", "NVIDIA H20 96 GB", 95.2, 4000, 148, 296, "nvlink-h100", _NVIDIA, True),
-        Device("b200", "NVIDIA B200 180 GB", 178.4, 7700, 2250, 4500, "nvlink-b200", _NVIDIA),
+        Device("h100", "NVIDIA H100 SXM 80 GB", 79.2, 3350, 989, 1979, "nvlink-h100", _NVIDIA, HOPPER),
+        Device("h200", "NVIDIA H200 141 GB", 139.8, 4800, 989, 1979, "nvlink-h100", _NVIDIA, HOPPER),
+        Device("h20", "NVIDIA H20 96 GB", 95.2, 4000, 148, 296, "nvlink-h100", _NVIDIA, HOPPER),
+        Device("b200", "NVIDIA B200 180 GB", 178.4, 7700, 2250, 4500, "nvlink-b200", _NVIDIA, BLACKWELL),
         Device("a100", "NVIDIA A100 SXM 80 GB", 79.2, 2039, 312, 312, "nvlink-a100", _NVIDIA),
         Device("a100-40", "NVIDIA A100 SXM 40 GB", 39.4, 1555, 312, 312, "nvlink-a100", _NVIDIA),
         Device("l40s", "NVIDIA L40S 48 GB", 44.4, 864, 362, 733, "pcie4", _NVIDIA),

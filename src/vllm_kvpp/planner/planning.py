@@ -13,7 +13,7 @@ from vllm_kvpp.planner.cache_specs import (
 from vllm_kvpp.planner.capacity import Capacity, Transport, plan_capacity
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
 from vllm_kvpp.planner.config_file import read_config
-from vllm_kvpp.planner.devices import Device, Link, find_device, find_link
+from vllm_kvpp.planner.devices import BLACKWELL, HOPPER, Device, Link, find_device, find_link
 from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.planner.memory import StageMemory, estimate_memory, parse_memory
 from vllm_kvpp.planner.model import MLAModel, read_model
@@ -23,6 +23,8 @@ from vllm_kvpp.planner.weights import read_weights
 from vllm_kvpp.selection import TransferMode
 
 FP8_NAMES = ("fp8", "fp8_e4m3")
+# Of these types vLLM stores the cache in 8 bits there, unless asked otherwise.
+FP8_ON_BLACKWELL = frozenset({"glm_moe_dsa"})
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,25 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """What some number of blocks holds: tokens, the longest single request, and requests of the asked length.
+
+    No request is longer than what the model was made for.
+    """
+
+    num_tokens: int
+    longest_request: int
+    num_requests: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is printed."""
 
     options: PlanOptions
     model: MLAModel
     parallelism: Parallelism
+    dtype: str
     kv_cache_dtype: str
     device: Device | None
     link: Link | None
@@ -66,20 +81,35 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def longest_context(self) -> int:
-        """Tokens of the longest single request that fits, at most what the model was made for."""
-        longest = max(self.capacity.num_blocks - 1, 0) * self.capacity.block_size
-        return min(longest, self.model.largest_length or longest)
+    def fit(self) -> Fit:
+        """What fits with KVPP."""
+        return self._find_fit(self.capacity.num_blocks, self.capacity.block_size)
 
     @property
-    def requests_that_fit(self) -> int:
-        """How many requests of the asked length fit at once with KVPP."""
-        return self.capacity.fits(self.options.context, self.capacity.num_blocks)
+    def fit_without(self) -> Fit:
+        """What fits without KVPP."""
+        return self._find_fit(self.capacity.num_blocks_without, self.capacity.block_size)
 
     @property
-    def requests_that_fit_without(self) -> int:
-        """The same without KVPP."""
-        return self.capacity.fits(self.options.context, self.capacity.num_blocks_without)
+    def fit_with_dcp(self) -> Fit | None:
+        """What fits with DCP as wide as the group, None where vLLM has none.
+
+        Every rank keeps its share of a request's tokens, of all layers.
+        """
+        if self.dcp_refusal is not None:
+            return None
+        capacity = self.capacity
+        return self._find_fit(capacity.num_blocks_without, capacity.block_size * capacity.group_size)
+
+    def _find_fit(self, num_blocks: int, tokens_of_a_block: int) -> Fit:
+        # vLLM holds one block back.
+        usable = max(num_blocks - 1, 0)
+        longest = usable * tokens_of_a_block
+        return Fit(
+            num_tokens=num_blocks * tokens_of_a_block,
+            longest_request=min(longest, self.model.largest_length or longest),
+            num_requests=usable // -(-self.options.context // tokens_of_a_block),
+        )
 
 
 def make_plan(options: PlanOptions) -> Plan:
@@ -99,12 +129,14 @@ def make_plan(options: PlanOptions) -> Plan:
         partition=options.pp_partition,
     )
     kv_cache_dtype, notes = _resolve_kv_cache_dtype(options.kv_cache_dtype, model, device)
-    latent = choose_latent_form(model, kv_cache_dtype, model.dtype if options.dtype == "auto" else options.dtype)
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
+    latent = choose_latent_form(model, kv_cache_dtype, dtype)
     memories, capacity = _plan_memory(options, model, parallelism, device, latent)
     plan = Plan(
         options=options,
         model=model,
         parallelism=parallelism,
+        dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         device=device,
         link=_choose_link(options.link, device),
@@ -168,13 +200,16 @@ def _choose_link(name: str | None, device: Device | None) -> Link | None:
 
 
 def _resolve_kv_cache_dtype(asked: str, model: MLAModel, device: Device | None) -> tuple[str, tuple[str, ...]]:
-    """What vLLM makes of the type for sparse attention, where that depends on the device."""
-    if model.indexer is None or asked not in FP8_NAMES:
+    """What vLLM 0.32 makes of the type for sparse attention, where that depends on the device."""
+    if model.indexer is None:
         return asked, ()
-    if device is None:
+    generation = device.generation if device is not None else None
+    if asked == "auto" and generation == BLACKWELL and model.model_type in FP8_ON_BLACKWELL:
+        return "fp8_e4m3", ("On Blackwell vLLM makes auto fp8_e4m3 for this model; planned so.",)
+    if asked in FP8_NAMES and generation == HOPPER:
+        return PACKED, (f"On Hopper vLLM stores {asked} of sparse attention as {PACKED}; planned so.",)
+    if asked in FP8_NAMES and generation is None:
         return asked, (f"On Hopper vLLM stores {asked} of sparse attention as {PACKED}: plan with that, or --gpu.",)
-    if device.packs_sparse_fp8:
-        return PACKED, (f"On {device.title} vLLM stores {asked} of sparse attention as {PACKED}; planned so.",)
     return asked, ()
 
 
@@ -210,7 +245,7 @@ def _refuse_dcp(model: MLAModel, kv_cache_dtype: str) -> str | None:
 
 def _list_steps(plan: Plan) -> tuple[Step, ...]:
     """A decode step of the requests that run at once, and a chunk of a prefill behind the same history."""
-    running = min(plan.options.num_requests, plan.requests_that_fit)
+    running = min(plan.options.num_requests, plan.fit.num_requests)
     if running == 0:
         return ()
     chunk = plan.options.num_batched_tokens

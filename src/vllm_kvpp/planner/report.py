@@ -40,9 +40,13 @@ def _make_head(plan: Plan) -> Text:
     if len(parallelism.partition) > 1:
         groups += f", pp {len(parallelism.partition)} ({' + '.join(map(str, parallelism.partition))} layers)"
     return Text(
-        f"{plan.model.name} ({plan.model.architecture}), {groups}, kv-cache-dtype {plan.kv_cache_dtype}, blocks of "
+        f"{plan.model.name} ({plan.model.architecture})\n{groups}, kv-cache-dtype {_name_dtype(plan)}, blocks of "
         f"{plan.capacity.block_size} tokens\n{_describe_memory(plan)}"
     )
+
+
+def _name_dtype(plan: Plan) -> str:
+    return f"auto ({plan.dtype})" if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
 
 
 def _describe_memory(plan: Plan) -> str:
@@ -50,8 +54,9 @@ def _describe_memory(plan: Plan) -> str:
         return f"KV cache memory of each rank: {_gib(plan.memories[0].available_bytes)} GiB, as given"
     assert plan.device is not None
     lines = [
-        f"KV cache memory of each rank{_of_stage(index, len(plan.memories))}: about {_gib(memory.available_bytes)} GiB "
-        f"(estimate: {plan.options.gpu_memory_utilization:.0%} of {plan.device.memory_gib} GiB, less "
+        f"KV cache memory of each rank{_of_stage(index, len(plan.memories))}: about "
+        f"{_gib(memory.available_bytes)} GiB\n"
+        f"  (estimate: {plan.options.gpu_memory_utilization:.0%} of {plan.device.memory_gib} GiB, less "
         f"{_gib(memory.weight_bytes or 0)} GiB of weights and {_gib(memory.runtime_bytes or 0)} GiB at run time)"
         for index, memory in enumerate(plan.memories)
     ]
@@ -79,17 +84,17 @@ def _make_rank_table(stage: StageCapacity, index: int, num_stages: int) -> Table
 
 
 def _make_capacity_table(plan: Plan) -> Table:
-    capacity = plan.capacity
+    capacity, dcp = plan.capacity, plan.fit_with_dcp
+    fits = (plan.fit_without, plan.fit, dcp)
     table = Table(title="What fits", title_style="bold")
     for name in ("", "without KVPP", "with KVPP", f"with DCP {capacity.group_size}"):
         table.add_column(name, justify="right" if name else "left")
-    dcp = NOTHING if plan.dcp_refusal else f"{capacity.num_tokens_with_dcp:,}"
-    dcp_factor = NOTHING if plan.dcp_refusal else f"{capacity.group_size:.2f}"
-    table.add_row("tokens", f"{capacity.num_tokens_without:,}", f"{capacity.num_tokens:,}", dcp)
+    table.add_row("tokens", *(f"{fit.num_tokens:,}" if fit else NOTHING for fit in fits))
+    dcp_factor = f"{capacity.group_size:.2f}" if dcp is not None else NOTHING
     table.add_row("  times as many", "1", f"{capacity.factor:.2f}", dcp_factor)
-    without, fit = plan.requests_that_fit_without, plan.requests_that_fit
-    table.add_row(f"requests of {plan.options.context:,} tokens", f"{without:,}", f"{fit:,}", NOTHING)
-    table.add_row("longest request", NOTHING, f"{plan.longest_context:,}", NOTHING)
+    name = f"requests of {plan.options.context:,} tokens"
+    table.add_row(name, *(f"{fit.num_requests:,}" if fit else NOTHING for fit in fits))
+    table.add_row("longest request", *(f"{fit.longest_request:,}" if fit else NOTHING for fit in fits))
     table.add_row("GiB saved a rank, same tokens", NOTHING, _gib(capacity.saved_bytes), NOTHING)
     return table
 
@@ -97,7 +102,8 @@ def _make_capacity_table(plan: Plan) -> Table:
 def _make_traffic_table(plan: Plan) -> Table:
     title = "What one forward moves"
     if plan.link is not None:
-        title += f", over {plan.link.name} ({plan.link.gb_s:g} GB/s)"
+        name = "" if plan.link.is_measured else f"{plan.link.name}, "
+        title += f", over {name}{plan.link.gb_s:g} GB/s"
     table = Table(title=title, title_style="bold")
     table.add_column("")
     for traffic in plan.steps:

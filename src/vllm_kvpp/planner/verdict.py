@@ -44,13 +44,13 @@ def _describe_step(traffic: StepTraffic) -> str:
 
 
 def _compare_with_dcp(plan: Plan) -> tuple[str, ...]:
-    if plan.dcp_refusal is not None:
+    fit = plan.fit_with_dcp
+    if fit is None:
         return (f"DCP: {plan.dcp_refusal}.",)
-    capacity = plan.capacity
-    ratio = capacity.num_tokens_with_dcp / capacity.num_tokens if capacity.num_tokens else 0.0
+    ratio = fit.num_tokens / plan.fit.num_tokens
     return (
-        f"DCP {capacity.group_size} would hold {ratio:.2f} times as many as KVPP; it moves queries and partial results "
-        "instead of history. The two cannot be combined.",
+        f"DCP {plan.capacity.group_size} would hold {ratio:.2f} times as many as KVPP; it moves queries and partial "
+        "results instead of history. The two cannot be combined.",
     )
 
 

@@ -123,12 +123,6 @@ def test_two_layers_on_two_ranks_lose():
     assert capacity.saved_bytes < 0
 
 
-def test_one_block_is_held_back():
-    capacity = plan_one(make_stage(8), 256 * MIB)
-
-    assert [capacity.fits(33, blocks) for blocks in (0, 1, 3, 4, 7)] == [0, 0, 0, 1, 2]
-
-
 @pytest.mark.parametrize("available_bytes", [1, 8 * 16 * 1152 - 1, 8 * 16 * 1152])
 def test_memory_too_small_for_a_block_is_refused(available_bytes):
     with pytest.raises(PlannerError, match=r"holds no block.*raise --kv-memory"):

@@ -12,23 +12,40 @@ def test_fp8_of_sparse_attention_is_packed_on_hopper_and_plain_elsewhere(plan):
     assert "fp8_ds_mla" in plan("glm-5.2", **options).notes[0]
 
 
+def test_auto_is_8_bits_for_glm_on_blackwell_only(plan):
+    options = {"kv_memory": "40GiB"}
+
+    assert plan("glm-5.2", gpu="b200", **options).kv_cache_dtype == "fp8_e4m3"
+    assert plan("glm-5.2", gpu="h200", **options).kv_cache_dtype == "auto"
+    assert plan("deepseek-v3.2", gpu="b200", **options).kv_cache_dtype == "auto"
+
+
 def test_dcp_is_offered_for_dense_attention_and_for_the_packed_type(plan):
     assert plan("deepseek-v3", kv_memory="40GiB").dcp_refusal is None
     assert plan("glm-5.2", kv_memory="40GiB", kv_cache_dtype="fp8_ds_mla").dcp_refusal is None
     assert "fp8_ds_mla" in plan("glm-5.2", kv_memory="40GiB").dcp_refusal
 
 
-def test_the_longest_context_is_at_most_what_the_model_was_made_for(plan):
-    assert plan("deepseek-v3", kv_memory="40GiB").longest_context == 163_840
+def test_the_longest_request_is_at_most_what_the_model_was_made_for(plan):
+    assert plan("deepseek-v3", kv_memory="40GiB").fit.longest_request == 163_840
     small = plan("deepseek-v3", kv_memory="1GiB", block_size=16)
-    assert small.longest_context == (small.capacity.num_blocks - 1) * 16
+    assert small.fit.longest_request == (small.capacity.num_blocks - 1) * 16
 
 
-def test_requests_of_a_length_fit_with_and_without(plan):
+def test_one_block_is_held_back_from_requests(plan):
     found = plan("deepseek-v3", kv_memory="40GiB", context=30_000)
 
-    assert found.requests_that_fit_without == (found.capacity.num_blocks_without - 1) // 469
-    assert found.requests_that_fit == (found.capacity.num_blocks - 1) // 469
+    assert found.fit_without.num_requests == (found.capacity.num_blocks_without - 1) // 469
+    assert found.fit.num_requests == (found.capacity.num_blocks - 1) // 469
+    # A block of each of 8 ranks holds 512 tokens together.
+    assert found.fit_with_dcp.num_requests == (found.capacity.num_blocks_without - 1) // 59
+
+
+@pytest.mark.parametrize(("block_size", "num_requests"), [(64, 1), (65_536, 0)])
+def test_a_request_needs_a_block_beside_the_one_held_back(block_size, num_requests, plan):
+    found = plan("deepseek-v2-lite", tp_size=2, kv_memory=f"{27 * 1152 * 65_536}B", block_size=block_size, context=64)
+
+    assert min(found.fit.num_requests, 1) == num_requests
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,20 @@ from vllm_kvpp.planner.weights import read_weights
 def test_kimi_k2_holds_the_tokens_that_vllm_recipes_115_reports(plan):
     # vLLM recipes #115: Kimi-K2-Thinking, TP8, bf16, 46.80 GiB: 715,072 tokens, and 5,721,088 with DCP8.
     # Kimi-K2-Instruct has the same layers.
-    capacity = plan("moonshotai/Kimi-K2-Instruct", tp_size=8, kv_memory="46.80GiB").capacity
+    found = plan("moonshotai/Kimi-K2-Instruct", tp_size=8, kv_memory="46.80GiB")
+    capacity = found.capacity
 
     assert capacity.stages[0].plan.full_bytes_per_block // capacity.block_size == 70_272
     assert capacity.num_tokens_without == 715_072
-    assert capacity.num_tokens_with_dcp == pytest.approx(5_721_088, rel=1e-3)
+    assert found.fit_with_dcp.num_tokens == pytest.approx(5_721_088, rel=1e-3)
+
+
+def test_the_estimate_of_a_device_comes_near_what_vllm_had_there(plan):
+    # The same report: 46.80 GiB were left on each H200, with vLLM's default of that time, 0.9. Kimi-K2-Thinking and
+    # Kimi-K2.5 have the same 4-bit weights in size.
+    (memory,) = plan("moonshotai/Kimi-K2.5", tp_size=8, gpu="h200", gpu_memory_utilization=0.9).memories
+
+    assert memory.available_bytes / GIB == pytest.approx(46.80, rel=0.05)
 
 
 def test_deepseek_v2_lite_needs_0_95_gib_for_32_768_tokens_as_in_vllm_15871(plan):
