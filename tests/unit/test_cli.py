@@ -26,6 +26,7 @@ def test_without_a_command_the_help_is_shown(run):
     result = run()
     assert result.exit_code == 0
     assert "demo" in result.output
+    assert "plan" in result.output
 
 
 def test_the_version_is_the_packages(run):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from vllm_kvpp.plan.cache_forms import CacheForm
+from vllm_kvpp.planner.cache_dtype import resolve_cache_dtype
 from vllm_kvpp.planner.cache_specs import (
     DTYPES,
     KV_CACHE_DTYPES,
@@ -13,7 +14,7 @@ from vllm_kvpp.planner.cache_specs import (
 from vllm_kvpp.planner.capacity import Capacity, Transport, plan_capacity
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
 from vllm_kvpp.planner.config_file import read_config
-from vllm_kvpp.planner.devices import BLACKWELL, HOPPER, Device, Link, find_device, find_link
+from vllm_kvpp.planner.devices import Device, Link, find_device, find_link
 from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.planner.memory import StageMemory, estimate_memory, parse_memory
 from vllm_kvpp.planner.model import MLAModel, read_model
@@ -21,10 +22,6 @@ from vllm_kvpp.planner.parallel import Parallelism, split_model
 from vllm_kvpp.planner.traffic import StepTraffic, plan_traffic
 from vllm_kvpp.planner.weights import read_weights
 from vllm_kvpp.selection import TransferMode
-
-FP8_NAMES = ("fp8", "fp8_e4m3")
-# Of these types vLLM stores the cache in 8 bits there, unless asked otherwise.
-FP8_ON_BLACKWELL = frozenset({"glm_moe_dsa"})
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ def make_plan(options: PlanOptions) -> Plan:
         pp_size=options.pp_size,
         partition=options.pp_partition,
     )
-    kv_cache_dtype, notes = _resolve_kv_cache_dtype(options.kv_cache_dtype, model, device)
+    kv_cache_dtype, notes = resolve_cache_dtype(options.kv_cache_dtype, model, device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     latent = choose_latent_form(model, kv_cache_dtype, dtype)
     memories, capacity = _plan_memory(options, model, parallelism, device, latent)
@@ -197,20 +194,6 @@ def _choose_link(name: str | None, device: Device | None) -> Link | None:
     if name is not None:
         return find_link(name)
     return find_link(device.link) if device is not None else None
-
-
-def _resolve_kv_cache_dtype(asked: str, model: MLAModel, device: Device | None) -> tuple[str, tuple[str, ...]]:
-    """What vLLM 0.32 makes of the type for sparse attention, where that depends on the device."""
-    if model.indexer is None:
-        return asked, ()
-    generation = device.generation if device is not None else None
-    if asked == "auto" and generation == BLACKWELL and model.model_type in FP8_ON_BLACKWELL:
-        return "fp8_e4m3", ("On Blackwell vLLM makes auto fp8_e4m3 for this model; planned so.",)
-    if asked in FP8_NAMES and generation == HOPPER:
-        return PACKED, (f"On Hopper vLLM stores {asked} of sparse attention as {PACKED}; planned so.",)
-    if asked in FP8_NAMES and generation is None:
-        return asked, (f"On Hopper vLLM stores {asked} of sparse attention as {PACKED}: plan with that, or --gpu.",)
-    return asked, ()
 
 
 def _find_memory(

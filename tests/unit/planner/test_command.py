@@ -96,6 +96,13 @@ def test_a_configuration_without_a_needed_field_ends_with_one_line(changes, run,
     assert next(iter(changes)) in result.stderr
 
 
+def test_a_name_of_several_lines_still_ends_with_one(run, tmp_path):
+    (tmp_path / "two\nlines").write_text("no JSON")
+    result = run(tmp_path / "two\nlines", "--kv-memory", "1GiB")
+
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "null", "\x00"])
 def test_a_corrupt_file_ends_with_one_line(content, run, tmp_path):
     (tmp_path / "config.json").write_text(content)

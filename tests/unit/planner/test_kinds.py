@@ -44,7 +44,7 @@ def test_a_model_whose_layers_are_all_alike_is_not_hybrid(changes, model):
 
 
 def test_a_model_without_a_latent_is_refused(model):
-    with pytest.raises(PlannerError, match="no kv_lora_rank"):
+    with pytest.raises(PlannerError, match="has no kv_lora_rank, so no latent cache"):
         model(kv_lora_rank=None)
 
 

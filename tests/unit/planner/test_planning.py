@@ -3,21 +3,11 @@ import pytest
 from vllm_kvpp.planner.errors import PlannerError
 
 
-def test_fp8_of_sparse_attention_is_packed_on_hopper_and_plain_elsewhere(plan):
-    options = {"kv_memory": "40GiB", "kv_cache_dtype": "fp8"}
+def test_the_type_of_the_cache_follows_the_device_and_is_noted(plan):
+    found = plan("glm-5.2", gpu="h200", kv_memory="40GiB", kv_cache_dtype="fp8")
 
-    assert plan("glm-5.2", gpu="h200", **options).kv_cache_dtype == "fp8_ds_mla"
-    assert plan("glm-5.2", gpu="b200", **options).kv_cache_dtype == "fp8"
-    assert plan("deepseek-v3", gpu="h200", **options).kv_cache_dtype == "fp8"
-    assert "fp8_ds_mla" in plan("glm-5.2", **options).notes[0]
-
-
-def test_auto_is_8_bits_for_glm_on_blackwell_only(plan):
-    options = {"kv_memory": "40GiB"}
-
-    assert plan("glm-5.2", gpu="b200", **options).kv_cache_dtype == "fp8_e4m3"
-    assert plan("glm-5.2", gpu="h200", **options).kv_cache_dtype == "auto"
-    assert plan("deepseek-v3.2", gpu="b200", **options).kv_cache_dtype == "auto"
+    assert found.kv_cache_dtype == "fp8_ds_mla"
+    assert found.notes == ("On Hopper vLLM stores fp8 of sparse attention as fp8_ds_mla; planned so.",)
 
 
 def test_dcp_is_offered_for_dense_attention_and_for_the_packed_type(plan):

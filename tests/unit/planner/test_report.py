@@ -21,7 +21,7 @@ CASES = st.fixed_dictionaries(
 
 
 @given(model=st.sampled_from(["deepseek-v3", "glm-5.2", "deepseek-v2-lite"]), options=CASES)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_document_and_the_tables_say_the_same(model, options, plan, render):
     found = plan(model, **options)
     document, text = json.loads(json.dumps(make_document(found))), render(found)
