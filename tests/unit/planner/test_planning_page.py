@@ -55,3 +55,26 @@ def test_what_is_said_about_the_second_example_holds(plan):
     assert stage.num_blocks == stage.ranks[0].num_blocks
     assert "without `--draft mtp` the factor would be higher" in PAGE
     assert plan("glm-5.2-fp8", **options).capacity.factor > found.capacity.factor
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "options"),
+    [
+        (1_836 * 128 * 92_628, {}),
+        (4_339 * 128 * 47_400, {"pp_size": 2, "pp_partition": "38,40"}),
+    ],
+)
+def test_the_table_of_published_figures_has_what_is_planned_for_glm(num_bytes, options, plan):
+    capacity = plan("glm-5.2", kv_memory=f"{num_bytes}B", block_size=128, **options).capacity
+
+    assert f"{capacity.num_tokens_without:,} without" in PAGE
+    assert f"| {capacity.num_tokens:,} ({capacity.factor:.2f}×) |" in PAGE
+
+
+def test_the_table_of_published_figures_has_what_is_planned_for_others(plan):
+    kimi = plan("kimi-k2-instruct", kv_memory="46.80GiB")
+    lite = plan("deepseek-v2-lite", tp_size=2, kv_memory="1GiB").capacity.stages[0].plan.full_bytes_per_block
+
+    assert f"| {kimi.fit_without.num_tokens:,} | {kimi.fit_without.num_tokens:,} |" in PAGE
+    assert f"| {kimi.fit_with_dcp.num_tokens:,} |" in PAGE
+    assert f"| {32_768 // 64 * lite / 1024**3:.3f} GiB |" in PAGE

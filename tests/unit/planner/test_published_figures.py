@@ -64,6 +64,19 @@ def test_glm_5_2_gains_what_the_vendor_of_kvpp_measured(plan):
     assert capacity.num_tokens == pytest.approx(1_467_904, rel=0.02)
 
 
+def test_glm_5_2_on_two_uneven_stages_gains_what_the_vendor_of_kvpp_measured(plan):
+    # The same guide: TP8 and PP2 with 38 and 40 layers: 555,392 -> 2,972,416 tokens = 5.35x. The larger stage limits
+    # the first figure, from which its memory follows; that of the other stage is taken to be the same.
+    num_bytes = 4_339 * 128 * 47_400
+    options = {"tp_size": 8, "pp_size": 2, "pp_partition": "38,40", "block_size": 128}
+    capacity = plan("zai-org/GLM-5.2", kv_memory=f"{num_bytes}B", **options).capacity
+
+    assert capacity.stages[1].plan.full_bytes_per_block == 47_400 * 128
+    assert capacity.num_tokens_without == 555_392
+    assert capacity.factor == pytest.approx(5.35, rel=0.02)
+    assert capacity.num_tokens == pytest.approx(2_972_416, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("model", "num_billions"),
     [
