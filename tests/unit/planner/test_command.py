@@ -1,6 +1,5 @@
 import json
 import os
-import resource
 import subprocess
 import sys
 
@@ -119,17 +118,13 @@ def test_a_number_that_is_none_is_refused_by_name(option, run):
     assert option in result.output
 
 
-def test_the_command_loads_neither_torch_nor_vllm_and_takes_less_than_a_second():
+def test_the_command_loads_neither_torch_nor_vllm():
     code = (
         "import sys; from typer.testing import CliRunner; from vllm_kvpp.cli import app; "
         "result = CliRunner().invoke(app, ['plan', 'glm-5.2-fp8', '--gpu', 'h200']); "
         "print(result.exit_code, [name for name in ('torch', 'vllm', 'numpy', 'httpx') if name in sys.modules])"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
 
     assert result.stdout.strip() == "0 []"
-    # Of the processor, as other tests may hold it.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
