@@ -1,7 +1,7 @@
 import mmap
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpp.plan import LayerCache, fit_num_blocks, place, plan_cache
@@ -26,16 +26,13 @@ def cases(draw):
     group_size = draw(st.integers(2, 8))
     num_layers = draw(st.integers(group_size, 40))
     stage = make_stage(num_layers, draw(st.sampled_from([1152, 10_496, 73_728])), draw(st.integers(0, 2)))
-    return stage, group_size, draw(st.integers(1, 2**34))
+    # Enough for some blocks of the largest stage.
+    return stage, group_size, draw(st.integers(2**24, 2**34))
 
 
 def plan_case(case, extra_bytes=0):
     stage, group_size, available_bytes = case
-    try:
-        return plan_one(stage, available_bytes + extra_bytes, group_size=group_size)
-    except PlannerError:
-        assume(False)
-        raise
+    return plan_one(stage, available_bytes + extra_bytes, group_size=group_size)
 
 
 @given(case=cases())
