@@ -1,11 +1,36 @@
 """How much memory gather and scatter get (R-MEM-3: it is inside the budget)."""
 
+import mmap
+
 from vllm_kvpp.errors import KVPPBudgetError
 from vllm_kvpp.plan.cache_plan import CachePlan
+from vllm_kvpp.selection import TransferMode
 
 # Enough for a link to run at its full speed; more would only cost blocks.
 LARGEST_DEFAULT_BYTES = 64 * 1024 * 1024
 DEFAULT_SHARE = 64
+
+
+def plan_tail(
+    plan: CachePlan,
+    group_rank: int,
+    available_bytes: int,
+    *,
+    transfer: TransferMode,
+    shares_memory: bool,
+    asked_bytes: int | None = None,
+) -> int:
+    """What one rank keeps behind its caches for transfers; the ranks of a group take the smallest of theirs.
+
+    Raises:
+        KVPPBudgetError: as `plan_staging`.
+    """
+    if shares_memory:
+        # The last page of an allocation cannot be shared where it is not whole: it has to hold no cache.
+        return mmap.PAGESIZE
+    if transfer == "full":
+        return 0
+    return plan_staging(plan, group_rank, available_bytes, asked_bytes)
 
 
 def plan_staging(plan: CachePlan, group_rank: int, available_bytes: int, asked_bytes: int | None) -> int:

@@ -1,11 +1,10 @@
 """How many tokens fit, without KVPP, with it and with DCP: from the plan that the runtime makes."""
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_kvpp.plan import BytesPerBlock, CachePlan, fit_num_blocks, place, plan_cache, plan_staging
+from vllm_kvpp.plan import BytesPerBlock, CachePlan, fit_num_blocks, place, plan_cache, plan_tail
 from vllm_kvpp.planner.cache_specs import StageCaches
 from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.selection import TransferMode
@@ -131,12 +130,11 @@ def _plan_stage(
 
 
 def _keep_for_transfers(plan: CachePlan, available_bytes: int, transfer: TransferMode, transport: Transport) -> int:
-    if transport == "shared-memory":
-        # The last page of an allocation cannot be shared where it is not whole.
-        return mmap.PAGESIZE
-    if transfer == "full":
-        return 0
-    return min(plan_staging(plan, rank, available_bytes, None) for rank in range(plan.group_size))
+    shares_memory = transport == "shared-memory"
+    return min(
+        plan_tail(plan, rank, available_bytes, transfer=transfer, shares_memory=shares_memory)
+        for rank in range(plan.group_size)
+    )
 
 
 def _check_that_a_block_fits(stage: StageCapacity) -> None:

@@ -10,12 +10,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm_kvpp.config import read_settings
 from vllm_kvpp.deployment import find_refusals
 from vllm_kvpp.errors import KVPPBudgetError, KVPPConfigError
-from vllm_kvpp.plan import CachePlan, fit_num_blocks, place, plan_cache, plan_staging
+from vllm_kvpp.plan import CachePlan, fit_num_blocks, place, plan_cache, plan_tail
 from vllm_kvpp.plan.summary import CacheSummary
 from vllm_kvpp.runtime.history import BlockTables
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers
 from vllm_kvpp.transport.base import Transport
-from vllm_kvpp.transport.shared_memory import PAGE_BYTES
 from vllm_kvpp.vllm_seam.attach import attach
 from vllm_kvpp.vllm_seam.deployment import describe_deployment
 from vllm_kvpp.vllm_seam.groups import make_group
@@ -75,14 +74,18 @@ class KVPPSession:
     def _agree_on_tail(self, plan: CachePlan, available_bytes: int) -> int:
         """What every rank keeps behind its caches; with staging memory, all cut their blocks into the same chunks."""
         asked = self._options.staging_bytes
-        if self._group.shares_memory:
-            if asked is not None:
-                logger.warning_once("kvpp.staging_mib has no effect: the ranks copy from shared memory.")
-            # The last page of an allocation cannot be shared where it is not whole: it has to hold no cache.
-            return PAGE_BYTES
-        if self._options.transfer == "full":
-            return 0
-        return min(self._group.gather(plan_staging(plan, self._group.rank, available_bytes, asked)))
+        shares_memory = self._group.shares_memory
+        if shares_memory and asked is not None:
+            logger.warning_once("kvpp.staging_mib has no effect: the ranks copy from shared memory.")
+        own = plan_tail(
+            plan,
+            self._group.rank,
+            available_bytes,
+            transfer=self._options.transfer,
+            shares_memory=shares_memory,
+            asked_bytes=asked,
+        )
+        return min(self._group.gather(own))
 
     def _check_budget(self, plan: CachePlan, num_blocks: int, *, block_size: int) -> None:
         override = self._vllm_config.cache_config.num_gpu_blocks_override
