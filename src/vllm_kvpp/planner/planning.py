@@ -116,8 +116,16 @@ def make_plan(options: PlanOptions) -> Plan:
         PlannerError: in one line, what cannot be planned and what would do.
     """
     _check_names(options)
+    return plan_model(read_model(read_config(options.model)), options)
+
+
+def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
+    """Plan a deployment of a model that has been read, whatever `options.model` says.
+
+    Raises:
+        PlannerError: as `make_plan`.
+    """
     device = find_device(options.gpu) if options.gpu is not None else None
-    model = read_model(read_config(options.model))
     parallelism = split_model(
         model,
         tp_size=options.tp_size,
@@ -186,6 +194,8 @@ def _check_names(options: PlanOptions) -> None:
         )
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise PlannerError(f"--dtype is {options.dtype[:40]!r}; use auto, {', '.join(DTYPES)}.")
+    if options.gpu is not None:
+        find_device(options.gpu)
     if options.draft not in (None, "mtp"):
         raise PlannerError(f"--draft is {str(options.draft)[:40]!r}; the plan knows mtp only, or leave it out.")
 
