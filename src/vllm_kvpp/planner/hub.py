@@ -44,7 +44,7 @@ def fetch_config(model: str) -> FetchedConfig:
         import huggingface_hub
         from huggingface_hub import constants
     except ImportError as error:
-        raise HubError("huggingface_hub, which would fetch it, is not installed (pip install huggingface-hub)") from error
+        raise HubError("huggingface_hub is not installed (pip install huggingface-hub)") from error
     _print_nothing()
     fetch = _Fetch(model)
     fetch.start()
