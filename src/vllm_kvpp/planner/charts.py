@@ -7,7 +7,7 @@ from typing import TypeVar
 from vllm_kvpp.planner.cache_specs import StageCaches
 from vllm_kvpp.planner.capacity import Capacity, StageCapacity, plan_capacity
 from vllm_kvpp.planner.errors import PlannerError
-from vllm_kvpp.planner.planning import Plan, PlanOptions, plan_model
+from vllm_kvpp.planner.planning import Plan, PlanOptions, plan_model, plan_steps
 from vllm_kvpp.planner.traffic import StepTraffic
 
 # Charts go on to twice what was asked, and at least to here.
@@ -86,9 +86,9 @@ def _chart_time(plan: Plan) -> Chart:
     asked = plan.options.context
     last = max(MOST_CONTEXT, 2 * asked)
     contexts = sorted({asked, *_double(FIRST_CONTEXT, min(last, plan.model.largest_length or last))})
-    plans = _try_each(contexts, lambda context: plan_model(plan.model, replace(plan.options, context=context)))
+    planned = [(context, _plan_steps(plan, context)) for context in contexts]
+    steps = [(context, found) for context, found in planned if found]
     is_exposed = plan.device is not None
-    steps = [(context, found.steps) for context, found in plans if found.steps]
     lines = [
         _draw_line(name, asked, [(context, _milliseconds(found[index])) for context, found in steps])
         for index, name in enumerate(_name_steps(plan.options))
@@ -103,6 +103,10 @@ def _chart_time(plan: Plan) -> Chart:
         has_log_x=True,
         has_log_y=True,
     )
+
+
+def _plan_steps(plan: Plan, context: int) -> tuple[StepTraffic, ...]:
+    return plan_steps(replace(plan, options=replace(plan.options, context=context)))
 
 
 def _describe_time(plan: Plan, *, has_lines: bool) -> str:

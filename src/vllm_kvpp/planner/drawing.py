@@ -25,7 +25,7 @@ def draw(charts: Sequence[Chart], heading: str, form: str) -> bytes:
     """Draw the charts side by side, as `svg` or `png`."""
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=INCHES, layout="constrained")
-        figure.suptitle(heading, fontsize=11)
+        figure.suptitle(heading, fontsize=11, parse_math=False)
         for axes, chart in zip(figure.subplots(1, len(charts)), charts, strict=True):
             _draw_chart(axes, chart)
         buffer = io.BytesIO()

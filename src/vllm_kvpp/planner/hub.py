@@ -102,9 +102,11 @@ def _explain(error: Exception | None, endpoint: str) -> str:
     for kind, reason in known:
         if isinstance(error, kind):
             return reason
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"{endpoint} answered with status {error.response.status_code}"
     return f"{endpoint} cannot be reached ({_first_line(error)})"
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
+    lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

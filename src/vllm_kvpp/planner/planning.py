@@ -151,7 +151,16 @@ def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
         steps=(),
         notes=(*model.notes, *notes),
     )
-    return replace(plan, steps=_plan_steps(plan, latent.bytes_per_token))
+    return replace(plan, steps=plan_steps(plan))
+
+
+def plan_steps(plan: Plan) -> tuple[StepTraffic, ...]:
+    """What a decode step and a prefill chunk move and how long that takes, with the context that `plan.options` has."""
+    compute = _estimate_compute(plan)
+    return tuple(
+        plan_traffic(plan.capacity, step, plan.options.transfer, link=plan.link, compute=compute)
+        for step in _list_steps(plan)
+    )
 
 
 def _plan_memory(
@@ -174,14 +183,6 @@ def _plan_memory(
         transport=options.transport,
     )
     return memories, capacity
-
-
-def _plan_steps(plan: Plan, latent_bytes: int) -> tuple[StepTraffic, ...]:
-    compute = _estimate_compute(plan.device, plan.model, plan.parallelism, latent_bytes)
-    return tuple(
-        plan_traffic(plan.capacity, step, plan.options.transfer, link=plan.link, compute=compute)
-        for step in _list_steps(plan)
-    )
 
 
 def _check_names(options: PlanOptions) -> None:
@@ -222,12 +223,12 @@ def _find_memory(
     )
 
 
-def _estimate_compute(
-    device: Device | None, model: MLAModel, parallelism: Parallelism, latent_bytes: int
-) -> ComputeEstimate | None:
-    if device is None:
+def _estimate_compute(plan: Plan) -> ComputeEstimate | None:
+    if plan.device is None:
         return None
-    return ComputeEstimate(device, model, read_weights(model), parallelism.tp_size, latent_bytes)
+    latent = choose_latent_form(plan.model, plan.kv_cache_dtype, plan.dtype)
+    weights = read_weights(plan.model)
+    return ComputeEstimate(plan.device, plan.model, weights, plan.parallelism.tp_size, latent.bytes_per_token)
 
 
 def _refuse_dcp(model: MLAModel, kv_cache_dtype: str) -> str | None:
