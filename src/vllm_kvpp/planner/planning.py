@@ -116,8 +116,16 @@ def make_plan(options: PlanOptions) -> Plan:
         PlannerError: in one line, what cannot be planned and what would do.
     """
     _check_names(options)
+    return plan_model(read_model(read_config(options.model)), options)
+
+
+def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
+    """Plan a deployment of a model that has been read, whatever `options.model` says.
+
+    Raises:
+        PlannerError: as `make_plan`.
+    """
     device = find_device(options.gpu) if options.gpu is not None else None
-    model = read_model(read_config(options.model))
     parallelism = split_model(
         model,
         tp_size=options.tp_size,
@@ -143,7 +151,16 @@ def make_plan(options: PlanOptions) -> Plan:
         steps=(),
         notes=(*model.notes, *notes),
     )
-    return replace(plan, steps=_plan_steps(plan, latent.bytes_per_token))
+    return replace(plan, steps=plan_steps(plan))
+
+
+def plan_steps(plan: Plan) -> tuple[StepTraffic, ...]:
+    """What a decode step and a prefill chunk move and how long that takes, with the context that `plan.options` has."""
+    compute = _estimate_compute(plan)
+    return tuple(
+        plan_traffic(plan.capacity, step, plan.options.transfer, link=plan.link, compute=compute)
+        for step in _list_steps(plan)
+    )
 
 
 def _plan_memory(
@@ -168,14 +185,6 @@ def _plan_memory(
     return memories, capacity
 
 
-def _plan_steps(plan: Plan, latent_bytes: int) -> tuple[StepTraffic, ...]:
-    compute = _estimate_compute(plan.device, plan.model, plan.parallelism, latent_bytes)
-    return tuple(
-        plan_traffic(plan.capacity, step, plan.options.transfer, link=plan.link, compute=compute)
-        for step in _list_steps(plan)
-    )
-
-
 def _check_names(options: PlanOptions) -> None:
     if options.kv_memory is None and options.gpu is None:
         raise PlannerError("No memory is given; use --kv-memory with that of one rank, like 46.8GiB, or --gpu.")
@@ -186,6 +195,8 @@ def _check_names(options: PlanOptions) -> None:
         )
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise PlannerError(f"--dtype is {options.dtype[:40]!r}; use auto, {', '.join(DTYPES)}.")
+    if options.gpu is not None:
+        find_device(options.gpu)
     if options.draft not in (None, "mtp"):
         raise PlannerError(f"--draft is {str(options.draft)[:40]!r}; the plan knows mtp only, or leave it out.")
 
@@ -212,12 +223,12 @@ def _find_memory(
     )
 
 
-def _estimate_compute(
-    device: Device | None, model: MLAModel, parallelism: Parallelism, latent_bytes: int
-) -> ComputeEstimate | None:
-    if device is None:
+def _estimate_compute(plan: Plan) -> ComputeEstimate | None:
+    if plan.device is None:
         return None
-    return ComputeEstimate(device, model, read_weights(model), parallelism.tp_size, latent_bytes)
+    latent = choose_latent_form(plan.model, plan.kv_cache_dtype, plan.dtype)
+    weights = read_weights(plan.model)
+    return ComputeEstimate(plan.device, plan.model, weights, plan.parallelism.tp_size, latent.bytes_per_token)
 
 
 def _refuse_dcp(model: MLAModel, kv_cache_dtype: str) -> str | None:

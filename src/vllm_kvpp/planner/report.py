@@ -32,16 +32,20 @@ def make_report(plan: Plan) -> Group:
     return Group(*parts)
 
 
-def _make_head(plan: Plan) -> Text:
+def describe_setting(plan: Plan) -> str:
+    """How the model is split and its cache stored, in one line."""
     parallelism = plan.parallelism
     groups = f"tp {parallelism.tp_size}"
     if parallelism.pcp_size > 1:
         groups += f" × pcp {parallelism.pcp_size}"
     if len(parallelism.partition) > 1:
         groups += f", pp {len(parallelism.partition)} ({' + '.join(map(str, parallelism.partition))} layers)"
+    return f"{groups}, kv-cache-dtype {_name_dtype(plan)}, blocks of {plan.capacity.block_size} tokens"
+
+
+def _make_head(plan: Plan) -> Text:
     return Text(
-        f"{plan.model.name} ({plan.model.architecture})\n{groups}, kv-cache-dtype {_name_dtype(plan)}, blocks of "
-        f"{plan.capacity.block_size} tokens\n{_describe_memory(plan)}"
+        f"{plan.model.name} ({plan.model.architecture})\n{describe_setting(plan)}\n{_describe_memory(plan)}"
     )
 
 
