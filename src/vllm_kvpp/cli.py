@@ -1,4 +1,4 @@
-"""The command line: `vllm-kvpp plan` and `vllm-kvpp demo`. Each command loads its own part when it runs."""
+"""The command line: `vllm-kvpp plan`, `demo`, `doctor` and `explain`. Each command loads its own part when it runs."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -107,3 +107,21 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
         transport=transport,
     )
     raise typer.Exit(run_command(options, as_json=json))
+
+
+@app.command()
+def explain(
+    logfile: Annotated[str, typer.Argument(help="Output of a vLLM server's start, or - for the standard input.")],
+    model: Annotated[str | None, typer.Option(help="The model, as for plan, if the log's is not found.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, max=1024, help="Tensor parallel size, if the log lacks it.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, max=65536, help="Tokens of a block, if it lacks it.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Say what the KV cache lines of a vLLM start-up log mean, and what KVPP would change.
+
+    Needs no vLLM. Exit code 0, or 2 if LOGFILE cannot be explained.
+    """
+    from vllm_kvpp.explain.command import run_command
+    from vllm_kvpp.explain.gain import Hints
+
+    raise typer.Exit(run_command(logfile, Hints(model=model, tp_size=tp, block_size=block_size), as_json=json))
