@@ -109,6 +109,24 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
     raise typer.Exit(run_command(options, as_json=json))
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def doctor(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="A server's command line, like: -- vllm serve MODEL ...", metavar="-- COMMAND")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until vLLM has to have answered.")] = 180,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+) -> None:
+    """Check the installation, and what KVPP would do with a `vllm serve` command line, without starting it.
+
+    Exit code 0: nothing stands in KVPP's way, or it is off. 1: something would stop it (vLLM missing or not proven, a
+    symbol missing, the plugin not loaded), or the command line is refused. 2: the command line cannot be read.
+    """
+    from vllm_kvpp.doctor.command import run_command
+
+    raise typer.Exit(run_command(command or (), timeout_seconds=timeout, as_json=json))
+
+
 @app.command()
 def explain(
     logfile: Annotated[str, typer.Argument(help="Output of a vLLM server's start, or - for the standard input.")],
