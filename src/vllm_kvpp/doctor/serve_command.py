@@ -86,4 +86,4 @@ def _find_module(words: Sequence[str]) -> ServeCommand:
         raise DoctorError(
             f"The command line runs Python, but not -m {SERVER_MODULES[0]}; use that, or {EXAMPLE}."
         )
-    return ServeCommand(arguments=tuple(words[words.index("-m") + 2 :]), is_serve=False)
+    return ServeCommand(arguments=tuple(words[words.index("-m") + 2 :]))

@@ -1,7 +1,7 @@
 """What follows from the figures of a pool: its blocks, and how many of the longest requests really run at once."""
 
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil
 
 from vllm_kvpp.explain.pool_lines import Pool
 
@@ -64,14 +64,18 @@ def find_blocks(pool: Pool, block_size: int | None) -> PoolBlocks | None:
 
 
 def show_tokens(num_blocks: int, per_request: int, max_model_len: int) -> int:
-    """The token figure that vLLM 0.32 would print for so many blocks."""
-    return floor(num_blocks / per_request * max_model_len)
+    """The token figure that vLLM 0.32 prints for so many blocks."""
+    # Divided first, as vLLM does: the rounding of floats is part of the figure.
+    return int(num_blocks / per_request * max_model_len)
 
 
 def _count_blocks(pool: Pool, block_size: int, per_request: int) -> int | None:
     if pool.num_tokens is None or not pool.max_model_len:
         return None
     if is_derived_from_concurrency(pool):
-        return ceil(pool.num_tokens * per_request / pool.max_model_len)
+        fewest = ceil(pool.num_tokens * per_request / pool.max_model_len)
+        candidates = (fewest, fewest + 1)
+        shown = (show_tokens(num_blocks, per_request, pool.max_model_len) for num_blocks in candidates)
+        return next((found for found, tokens in zip(candidates, shown, strict=True) if tokens == pool.num_tokens), None)
     # Earlier releases print blocks times block size.
     return pool.num_tokens // block_size if pool.num_tokens % block_size == 0 else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.selector import get_attn_backend
@@ -39,7 +39,7 @@ def judge_command(command: ServeCommand, *, is_attached: bool) -> Verdict:
         return Verdict(outcome="malformed", reasons=(str(error),))
     with _collect_messages() as messages:
         try:
-            validate_parsed_serve_args(args)
+            ServeSubcommand().validate(args)
             config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
                 usage_context=UsageContext.OPENAI_API_SERVER, headless=args.headless
             )
@@ -53,27 +53,22 @@ def judge_command(command: ServeCommand, *, is_attached: bool) -> Verdict:
 
 
 def parse_command(command: ServeCommand) -> Namespace:
-    """Parse as `vllm serve` does, or the module that it stands for.
+    """Parse as `vllm serve` does; the modules that do the same take the same options.
 
     Raises:
         MalformedCommandError: the parser refuses.
     """
     parser = FlexibleArgumentParser(prog="vllm")
-    arguments = list(command.arguments)
-    if command.is_serve:
-        make_arg_parser(parser.add_subparsers(dest="subparser").add_parser("serve"))
-        arguments = ["serve", *arguments]
-    else:
-        make_arg_parser(parser)
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     said = io.StringIO()
     try:
         with redirect_stderr(said), redirect_stdout(io.StringIO()):
-            args = parser.parse_args(arguments)
+            args = parser.parse_args(["serve", *command.arguments])
     except SystemExit as end:
         raise MalformedCommandError(_find_complaint(said.getvalue(), end.code)) from end
     except Exception as error:
         raise MalformedCommandError(describe_error(error)) from error
-    if command.is_serve and args.model_tag is not None:
+    if args.model_tag is not None:
         args.model = args.model_tag
     return args
 

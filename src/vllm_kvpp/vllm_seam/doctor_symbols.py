@@ -1,6 +1,6 @@
 """The vLLM symbols that only `vllm-kvpp doctor` touches: one that is missing stops the doctor, and no server."""
 
-from vllm_kvpp.vllm_seam.symbols import SeamSymbol
+from vllm_kvpp.vllm_seam.symbols import SeamSymbol, describe_table
 
 ITS_OWN_CLI = "Never: it is how vLLM reads a command line."
 
@@ -21,16 +21,22 @@ DOCTOR_SYMBOLS: tuple[SeamSymbol, ...] = (
         removable_when=ITS_OWN_CLI,
     ),
     SeamSymbol(
-        path="vllm.entrypoints.launchers.cli_args:make_arg_parser",
+        path="vllm.entrypoints.cli.serve:ServeSubcommand.subparser_init",
         because="Knows every option of `vllm serve`.",
         removable_when=ITS_OWN_CLI,
-        parameters=("parser",),
+        parameters=("subparsers",),
     ),
     SeamSymbol(
-        path="vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args",
+        path="vllm.entrypoints.cli.serve:ServeSubcommand.validate",
         because="The checks that `vllm serve` makes before anything else.",
         removable_when=ITS_OWN_CLI,
         parameters=("args",),
+    ),
+    SeamSymbol(
+        path="vllm.entrypoints.cli.serve:ServeSubcommand.cmd",
+        because="Takes the model from the positional argument where there is one, as the doctor does.",
+        removable_when=ITS_OWN_CLI,
+        source_order=("args.model = args.model_tag",),
     ),
     SeamSymbol(
         path="vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args",
@@ -66,3 +72,8 @@ DOCTOR_SYMBOLS: tuple[SeamSymbol, ...] = (
         removable_when="The configuration names the backend.",
     ),
 )
+
+
+def describe_doctor_table() -> str:
+    """The second table of `docs/vllm-seam.md`, as Markdown."""
+    return describe_table(DOCTOR_SYMBOLS)

@@ -15,10 +15,9 @@ class _Plain(BaseModel):
 
 
 class ServeCommand(_Plain):
-    """The arguments of a server; `is_serve` tells `vllm serve` from the module that it stands for."""
+    """The arguments behind `vllm serve`, or behind a module that does the same."""
 
     arguments: tuple[str, ...]
-    is_serve: bool = True
 
 
 class Verdict(_Plain):
