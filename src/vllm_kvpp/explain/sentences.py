@@ -38,7 +38,7 @@ def describe_kvpp(explanation: Explanation) -> tuple[str, ...]:
             "keys that nobody reads. Run `vllm-kvpp doctor` where the server runs.",
         )
     if gain.plan is None:
-        return (*lines, f"What KVPP would change is not known: {gain.refusal}")
+        return (*lines, f"No gain is worked out: {gain.refusal}")
     return (*lines, *_describe_what_kvpp_would_give(explanation, gain.plan))
 
 
@@ -90,8 +90,8 @@ def _describe_formula(pool: Pool, blocks: PoolBlocks | None) -> str:
     if not is_derived_from_concurrency(pool):
         return (
             f"{tokens:,} tokens ÷ {length:,} = {tokens / length:,.2f}, but the concurrency is {concurrency:,.2f}: this "
-            "vLLM counts tokens as blocks times block size, and the concurrency in whole blocks of a request"
-            f"{_of_request(blocks) if blocks else ', of every group of layers'}."
+            "vLLM counts tokens as blocks times block size, and the concurrency in whole blocks"
+            f"{_of_request(blocks) if blocks else ' of a request, of every group of layers'}."
         )
     if blocks is None:
         return (
@@ -121,9 +121,8 @@ def _describe_waste(pool: Pool, blocks: PoolBlocks) -> tuple[str, ...]:
 
 def _describe_held_back(blocks: PoolBlocks) -> str:
     return (
-        "vLLM holds one block back, which both figures count as if it were free: "
-        f"{blocks.num_longest_requests:,} request{'' if blocks.num_longest_requests == 1 else 's'} of "
-        f"{blocks.max_model_len:,} tokens run at once."
+        "vLLM holds one block back, which both figures count as if it were free. Requests of "
+        f"{blocks.max_model_len:,} tokens that run at once: {blocks.num_longest_requests:,}."
     )
 
 
@@ -146,8 +145,8 @@ def _describe_what_kvpp_would_give(explanation: Explanation, plan: Plan) -> tupl
         return (f"KVPP does not pay here: {with_kvpp:,} tokens instead of {without:,}. Leave it off.",)
     lines = [
         f"With KVPP the same memory would hold {with_kvpp:,} tokens instead of {without:,}, {capacity.factor:.2f} times "
-        f"as many, on a group of {capacity.group_size} ranks: add {SWITCH}. `vllm-kvpp plan` says what it costs in "
-        "traffic."
+        f"as many, on a group of {capacity.group_size} ranks: add {SWITCH}. `vllm-kvpp doctor` says whether your "
+        "command line allows it, and `vllm-kvpp plan` what it costs in traffic."
     ]
     if pool is not None and pool.max_model_len:
         lines += [_show_the_lines_with_kvpp(plan, pool.max_model_len), *_compare_with_log(plan, pool)]
@@ -163,7 +162,7 @@ def _show_the_lines_with_kvpp(plan: Plan, max_model_len: int) -> str:
 
 
 def _compare_with_log(plan: Plan, pool: Pool) -> tuple[str, ...]:
-    if pool.num_tokens is None or not pool.max_model_len:
+    if not pool.num_tokens or not pool.max_model_len:
         return ()
     per_request = -(-pool.max_model_len // plan.capacity.block_size)
     planned = show_tokens(plan.capacity.num_blocks_without, per_request, pool.max_model_len)

@@ -61,7 +61,7 @@ def test_tokens_are_said_to_follow_from_the_concurrency(relation, write):
 
     assert "11,173 blocks ÷ 64 blocks of a request of 4,096 tokens = 174.58" in said
     assert "stay empty" not in said
-    assert "174 requests of 4,096 tokens run at once" in said
+    assert "Requests of 4,096 tokens that run at once: 174." in said
 
 
 def test_what_a_request_wastes_is_said(relation, write):
@@ -76,7 +76,7 @@ def test_what_a_request_wastes_is_said(relation, write):
 def test_a_block_that_is_held_back_can_cost_a_whole_request(relation, write):
     log = [write.engine(), write.gpu_memory(gib=46.8), write.pool(tokens=8192, concurrency=2.0)]
 
-    assert "1 request of 4,096 tokens run at once" in relation(log)
+    assert "that run at once: 1." in relation(log)
 
 
 def test_figures_of_an_earlier_release_are_said_to_differ(relation, write):
@@ -143,4 +143,4 @@ def test_a_switch_without_effect_is_told(kvpp, write):
 
 
 def test_without_a_plan_the_reason_is_said(kvpp, write):
-    assert "is not known: the configuration of somebody/unknown" in kvpp(write.gpu_log(model="somebody/unknown"))
+    assert "No gain is worked out: the configuration of somebody/unknown" in kvpp(write.gpu_log(model="somebody/unknown"))
