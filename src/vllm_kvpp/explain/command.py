@@ -1,4 +1,4 @@
-"""`vllm-kvpp explain` from its options to its exit code: the explanation on stdout, one line on stderr if there is none."""
+"""`vllm-kvpp explain` from its options to its exit code: text on stdout, or one line on stderr if there is none."""
 
 import json
 import sys

@@ -49,7 +49,8 @@ def explain(source: str, excerpt: LogExcerpt, hints: Hints) -> Explanation:
     # Only of a cache that KVPP can plan is it known that all layers take blocks alike.
     if startup.pools and (gain is None or gain.plan is not None):
         blocks = find_blocks(startup.pools[0], block_size)
-    return Explanation(source, len(startups), startup, blocks, gain, _list_notes(excerpt, len(startups), gain, block_notes))
+    notes = _list_notes(excerpt, len(startups), gain, block_notes)
+    return Explanation(source, len(startups), startup, blocks, gain, notes)
 
 
 def _list_notes(

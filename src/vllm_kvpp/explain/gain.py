@@ -77,7 +77,7 @@ def find_block_size(startup: Startup, hints: Hints) -> tuple[int, tuple[str, ...
         return said, ()
     # vLLM's CPU backend for MLA knows one size only.
     assumed = CPU_BLOCK_SIZE if startup.settings.device == "cpu" else USUAL_BLOCK_SIZE
-    return assumed, (f"The log does not say the block size; {assumed} tokens are assumed (--block-size says otherwise).",)
+    return assumed, (f"The log does not say the block size; {assumed} tokens are assumed (see --block-size).",)
 
 
 def _block_size_of_kvpp(startup: Startup) -> int | None:
@@ -112,7 +112,7 @@ def _find_model(settings: Settings, hints: Hints) -> tuple[str | None, tuple[str
         if name.lower() == settings.model.lower():
             return name, ()
         if wanted & {name.lower(), name.rpartition("/")[2].lower()}:
-            return name, (f"The model is taken for {name} by its name (--model says otherwise).",)
+            return name, (f"The model is taken for {name} by its name (see --model).",)
     return None, ()
 
 

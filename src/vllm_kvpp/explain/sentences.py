@@ -65,7 +65,7 @@ def _describe_replicas(explanation: Explanation) -> tuple[str, ...]:
         total = sum(pool.num_tokens or 0 for pool in pools)
         return (f"{len(pools)} engines say theirs, each with a cache of its own: {total:,} tokens together.",)
     if dp_size > 1 and pools:
-        return (f"The server has {dp_size} engines (data_parallel_size), each with a cache of its own; one says it here.",)
+        return (f"The server has {dp_size} engines (data_parallel_size), each with a cache like this one.",)
     return ()
 
 
@@ -99,8 +99,8 @@ def _describe_formula(pool: Pool, blocks: PoolBlocks | None) -> str:
             "and prints it times max_model_len as the tokens. They agree by definition."
         )
     return (
-        f"The concurrency comes first: {blocks.num_blocks:,} blocks ÷ {blocks.per_request:,} blocks{_of_request(blocks)}"
-        f" = {concurrency:,.2f}. The tokens are that times {length:,}, rounded down, so the two agree by definition."
+        f"The concurrency comes first: {blocks.num_blocks:,} blocks ÷ {blocks.per_request:,} blocks"
+        f"{_of_request(blocks)} = {concurrency:,.2f}. The tokens are that times {length:,}, rounded down, so the two agree by definition."
     )
 
 
@@ -144,8 +144,8 @@ def _describe_what_kvpp_would_give(explanation: Explanation, plan: Plan) -> tupl
     if capacity.factor <= 1:
         return (f"KVPP does not pay here: {with_kvpp:,} tokens instead of {without:,}. Leave it off.",)
     lines = [
-        f"With KVPP the same memory would hold {with_kvpp:,} tokens instead of {without:,}, {capacity.factor:.2f} times "
-        f"as many, on a group of {capacity.group_size} ranks: add {SWITCH}. `vllm-kvpp doctor` says whether your "
+        f"With KVPP the same memory would hold {with_kvpp:,} tokens instead of {without:,}, {capacity.factor:.2f} "
+        f"times as many, on a group of {capacity.group_size} ranks: add {SWITCH}. `vllm-kvpp doctor` says whether your "
         "command line allows it, and `vllm-kvpp plan` what it costs in traffic."
     ]
     if pool is not None and pool.max_model_len:
@@ -156,8 +156,8 @@ def _describe_what_kvpp_would_give(explanation: Explanation, plan: Plan) -> tupl
 def _show_the_lines_with_kvpp(plan: Plan, max_model_len: int) -> str:
     num_blocks, per_request = plan.capacity.num_blocks, -(-max_model_len // plan.capacity.block_size)
     return (
-        f"vLLM 0.32 would then say about: KV cache size: {show_tokens(num_blocks, per_request, max_model_len):,} tokens, "
-        f"Maximum concurrency for {max_model_len:,} tokens per request: {num_blocks / per_request:.2f}x"
+        "vLLM 0.32 would then say about: KV cache size: "
+        f"{show_tokens(num_blocks, per_request, max_model_len):,} tokens, Maximum concurrency for {max_model_len:,} tokens per request: {num_blocks / per_request:.2f}x"
     )
 
 

@@ -2,8 +2,8 @@
 
     python -m vllm_kvpp.vllm_seam.inspection ANSWER
 
-The standard input is a `ServeCommand` in JSON, or empty; the file ANSWER takes the `Findings`. vLLM writes to both outputs, starts
-threads and changes the environment, so nothing of it belongs into the process that prints a report.
+The standard input is a `ServeCommand` in JSON, or empty; the file ANSWER takes the `Findings`. vLLM writes to both
+outputs, starts threads and changes the environment, so nothing of it belongs into the process that prints a report.
 """
 
 import sys

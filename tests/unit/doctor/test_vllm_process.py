@@ -50,7 +50,7 @@ def test_variables_reach_the_process(ask):
 def test_a_folder_named_vllm_is_not_imported_from_the_working_directory(ask, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    code = ANSWER.replace("question = sys.stdin.read()", "question = 'MODEL' if '' in sys.path or '.' in sys.path else ''")
+    code = ANSWER.replace("question = sys.stdin.read()", "question = 'MODEL' if '' in sys.path else ''")
 
     assert ask(code).device == "nothing asked"
 
@@ -58,7 +58,7 @@ def test_a_folder_named_vllm_is_not_imported_from_the_working_directory(ask, tmp
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("raise ImportError('libcuda.so.1 is missing')", "code 1 (its last line: ImportError: libcuda.so.1 is missing)"),
+        ("raise ImportError('no libcuda.so.1')", "code 1 (its last line: ImportError: no libcuda.so.1)"),
         ("import os; os._exit(3)", "ended with code 3"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with code -9"),
         ("import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{')", "ended with code 0"),

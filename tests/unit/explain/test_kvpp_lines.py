@@ -63,7 +63,7 @@ def test_the_group_size_is_read():
 
 
 def test_a_switch_without_effect_is_read():
-    start = read(["(APIServer pid=1) WARNING [platform_hook.py:64] enable_kvpp has no effect: the KVPP group has 1 rank"])
+    start = read(["(APIServer pid=1) WARNING [platform_hook.py:64] enable_kvpp has no effect: the KVPP group has 1"])
 
     assert (start.is_on, start.has_no_effect) == (False, True)
 

@@ -35,7 +35,9 @@ def test_tokens_are_said_to_be_of_the_engine_and_memory_of_a_rank(scope, write):
 
 
 def test_where_every_rank_says_its_memory_none_is_unseen(scope, write):
-    assert "may have less" not in scope([write.engine(device="cpu"), write.cpu_memory(rank=0, pid=1, gib=1), write.pool()])
+    log = [write.engine(device="cpu"), write.cpu_memory(rank=0, pid=1, gib=1), write.pool()]
+
+    assert "may have less" not in scope(log)
 
 
 def test_pipeline_stages_are_named(scope, write):
@@ -45,7 +47,7 @@ def test_pipeline_stages_are_named(scope, write):
 def test_several_engines_are_added_up(scope, write):
     pools = [write.pool(tokens=1000, length=10, process=f"EngineCore_DP{rank}", pid=rank) for rank in (0, 1)]
 
-    assert "2 engines say theirs, each with a cache of its own: 2,000 tokens together" in scope([write.engine(), *pools])
+    assert "2 engines say theirs, each with a cache of its own: 2,000 tokens together" in scope(pools)
 
 
 def test_one_engine_of_several_is_said_to_be_one(scope, write):
@@ -143,4 +145,6 @@ def test_a_switch_without_effect_is_told(kvpp, write):
 
 
 def test_without_a_plan_the_reason_is_said(kvpp, write):
-    assert "No gain is worked out: the configuration of somebody/unknown" in kvpp(write.gpu_log(model="somebody/unknown"))
+    said = kvpp(write.gpu_log(model="somebody/unknown"))
+
+    assert "No gain is worked out: the configuration of somebody/unknown" in said

@@ -15,7 +15,9 @@ def command(*arguments):
     return ServeCommand(arguments=arguments)
 
 
-@pytest.mark.parametrize("arguments", [("some/model",), ("--model", "some/model"), ("--seed", "1", "--model=some/model")])
+@pytest.mark.parametrize(
+    "arguments", [("some/model",), ("--model", "some/model"), ("--seed", "1", "--model=some/model")]
+)
 def test_the_model_is_found_where_vllm_takes_it_from(arguments):
     assert parse_command(command(*arguments)).model == "some/model"
 
@@ -69,7 +71,9 @@ def build(monkeypatch):
 
 def make_config(*, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", additional_config=None):
     return SimpleNamespace(
-        additional_config=additional_config or {}, parallel_config=SimpleNamespace(worker_cls=worker_cls), model_config=None
+        additional_config=additional_config or {},
+        parallel_config=SimpleNamespace(worker_cls=worker_cls),
+        model_config=None,
     )
 
 

@@ -79,7 +79,8 @@ def test_a_vllm_that_cannot_be_imported_is_an_answer(monkeypatch):
 
 @pytest.mark.parametrize("question", ["", json.dumps({"arguments": ["M"]})])
 def test_the_answer_is_written_to_the_file(question, tmp_path, monkeypatch):
-    monkeypatch.setattr(inspection, "inspect_vllm", lambda command: Findings(device=str(command and command.arguments[0])))
+    answer = lambda command: Findings(device=str(command and command.arguments[0]))  # noqa: E731
+    monkeypatch.setattr(inspection, "inspect_vllm", answer)
     monkeypatch.setattr(sys, "stdin", io.StringIO(question))
     monkeypatch.setattr(sys, "argv", ["inspection", str(tmp_path / "answer")])
     main()
