@@ -61,8 +61,10 @@ recall: env ## Measure the recall model's accuracy, and that every layer's cache
 	$(BIN)/python recall_model/evaluate.py --dtype float32 --dtype bfloat16
 	$(BIN)/python recall_model/check_layers.py
 
-seam-table: env ## Print the table of docs/vllm-seam.md
+seam-table: env ## Print the two tables of docs/vllm-seam.md
 	@$(BIN)/python -c 'from vllm_kvpp.vllm_seam.symbols import describe_table; print(describe_table())'
+	@echo
+	@$(BIN)/python -c 'from vllm_kvpp.vllm_seam.doctor_symbols import describe_doctor_table as show; print(show())'
 
 matrix: env ## Write the tables of docs/support-matrix.md and docs/field-cases.md anew
 	PYTHONPATH=tests/matrix $(BIN)/python tests/matrix/write_tables.py

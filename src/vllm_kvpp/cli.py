@@ -1,4 +1,4 @@
-"""The command line: `vllm-kvpp plan` and `vllm-kvpp demo`. Each command loads its own part when it runs."""
+"""The command line: `vllm-kvpp plan`, `demo`, `doctor` and `explain`. Each command loads its own part when it runs."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -109,3 +109,40 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
         transport=transport,
     )
     raise typer.Exit(run_command(options, as_json=json, plot=plot))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def doctor(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="A server's command line, like: -- vllm serve MODEL ...", metavar="-- COMMAND"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until vLLM has to have answered.")] = 180,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+) -> None:
+    """Check the installation, and what KVPP would do with a `vllm serve` command line, without starting it.
+
+    Exit code 0: nothing stands in KVPP's way, or it is off. 1: something would stop it (vLLM missing or not proven, a
+    symbol missing, the plugin not loaded), or the command line is refused. 2: the command line cannot be read.
+    """
+    from vllm_kvpp.doctor.command import run_command
+
+    raise typer.Exit(run_command(command or (), timeout_seconds=timeout, as_json=json))
+
+
+@app.command()
+def explain(
+    logfile: Annotated[str, typer.Argument(help="Output of a vLLM server's start, or - for the standard input.")],
+    model: Annotated[str | None, typer.Option(help="The model, as for plan, if the log's is not found.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, max=1024, help="Tensor parallel size, if the log lacks it.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, max=65536, help="Tokens of a block, if it lacks it.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Say what the KV cache lines of a vLLM start-up log mean, and what KVPP would change.
+
+    Needs no vLLM. Exit code 0, or 2 if LOGFILE cannot be explained.
+    """
+    from vllm_kvpp.explain.command import run_command
+    from vllm_kvpp.explain.gain import Hints
+
+    raise typer.Exit(run_command(logfile, Hints(model=model, tp_size=tp, block_size=block_size), as_json=json))

@@ -9,6 +9,8 @@ KVPPError
 ├── KVPPTransferError  a transfer did not finish within its limit, or its peer is gone
 ├── KVPPOrderError     a layer used its cache outside the order that keeps the KV correct
 ├── DemoError          `vllm-kvpp demo` cannot go on (in `vllm_kvpp.demo.errors`)
+├── DoctorError        `vllm-kvpp doctor` cannot read the command line that it was given (in `vllm_kvpp.doctor.errors`)
+├── ExplainError       `vllm-kvpp explain` cannot explain the log (in `vllm_kvpp.explain.errors`)
 └── PlannerError       `vllm-kvpp plan` has no plan for what it was asked (in `vllm_kvpp.planner.errors`)
 ```
 

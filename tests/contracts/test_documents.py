@@ -7,6 +7,7 @@ import pytest
 
 import vllm_kvpp
 from vllm_kvpp.config import KVPPOptions
+from vllm_kvpp.vllm_seam.doctor_symbols import DOCTOR_SYMBOLS, describe_doctor_table
 from vllm_kvpp.vllm_seam.symbols import SEAM, describe_table
 
 ROOT = Path(__file__).parents[2]
@@ -14,11 +15,13 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 
 
 def test_the_seam_table_lists_exactly_the_symbols_that_are_checked() -> None:
-    assert describe_table() in (ROOT / "docs/vllm-seam.md").read_text(), "paste the output of `make seam-table`"
+    page = (ROOT / "docs/vllm-seam.md").read_text()
+    assert describe_table() in page, "paste the output of `make seam-table`"
+    assert describe_doctor_table() in page, "paste the output of `make seam-table`"
 
 
 def test_every_vllm_name_that_the_seam_imports_has_a_row() -> None:
-    rows = {symbol.path.replace(":", ".") for symbol in SEAM}
+    rows = {symbol.path.replace(":", ".") for symbol in (*SEAM, *DOCTOR_SYMBOLS)}
     for path in sorted((ROOT / "src/vllm_kvpp/vllm_seam").glob("*.py")):
         for module, names in re.findall(
             r"^\s*from (vllm(?:\.\w+)*) import (.+)$", path.read_text(), flags=re.MULTILINE

@@ -30,11 +30,12 @@ def describe_release() -> dict[str, str | None]:
 
 def find_seam_faults() -> list[str]:
     """One line for each broken symbol of the seam: what is wrong, why it matters, where it is used."""
+    from vllm_kvpp.vllm_seam.doctor_symbols import DOCTOR_SYMBOLS
     from vllm_kvpp.vllm_seam.symbols import SEAM
 
     return [
         f"{fault} | needed because: {symbol.because} | used in: {_name_users(symbol.path)}"
-        for symbol in SEAM
+        for symbol in (*SEAM, *DOCTOR_SYMBOLS)
         if (fault := symbol.find_fault()) is not None
     ]
 

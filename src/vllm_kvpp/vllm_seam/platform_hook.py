@@ -19,7 +19,7 @@ def wrap_platform_hook(platform_class: Any) -> None:
     Touches: `Platform.check_and_update_config`. Because: see `symbols.py`. Checked by: `check_seam`.
     """
     original = platform_class.check_and_update_config.__func__
-    if getattr(original, _MARK, False):
+    if is_wrapped(platform_class):
         return
 
     @wraps(original)
@@ -29,6 +29,11 @@ def wrap_platform_hook(platform_class: Any) -> None:
 
     setattr(check_and_update_config, _MARK, True)
     platform_class.check_and_update_config = classmethod(check_and_update_config)
+
+
+def is_wrapped(platform_class: Any) -> bool:
+    """Whether KVPP is attached to the hook of this platform."""
+    return bool(getattr(platform_class.check_and_update_config, _MARK, False))
 
 
 def enable_if_asked(vllm_config: VllmConfig) -> None:

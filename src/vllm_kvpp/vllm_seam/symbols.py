@@ -514,11 +514,11 @@ def check_seam(symbols: Iterable[SeamSymbol] = SEAM, remedy: str = "set enable_k
         )
 
 
-def describe_table() -> str:
-    """The table of `docs/vllm-seam.md`, as Markdown."""
+def describe_table(symbols: Iterable[SeamSymbol] | None = None) -> str:
+    """A table of `docs/vllm-seam.md`, as Markdown; of the seam, if no symbols are given."""
     rows = [
         f"| `{symbol.path}` | {symbol.because} | {_describe_check(symbol)} | {symbol.removable_when} |"
-        for symbol in SEAM
+        for symbol in (SEAM if symbols is None else symbols)
     ]
     return "\n".join(("| Touches | Because | Checked by | Removable when |", "|---|---|---|---|", *rows))
 
