@@ -88,6 +88,15 @@ LINKS = {
 }
 
 
+# The share of a link's published rate that a transfer reaches.
+LINK_REACHED = 0.8
+
+
+def seconds_on_link(num_bytes: int, link: Link) -> float:
+    """How long bytes take; a published rate is not reached in full, a measured one is."""
+    return num_bytes / (link.gb_s * GB * (1.0 if link.is_measured else LINK_REACHED))
+
+
 def find_device(name: str) -> Device:
     """Look up a device.
 

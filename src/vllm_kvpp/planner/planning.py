@@ -14,6 +14,7 @@ from vllm_kvpp.planner.cache_specs import (
 from vllm_kvpp.planner.capacity import Capacity, Transport, plan_capacity
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
 from vllm_kvpp.planner.config_file import read_config
+from vllm_kvpp.planner.decode import OwnerDecode, describe_queries, plan_owner_decode
 from vllm_kvpp.planner.devices import Device, Link, find_device, find_link
 from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.planner.memory import StageMemory, estimate_memory, parse_memory
@@ -21,7 +22,7 @@ from vllm_kvpp.planner.model import MLAModel, read_model
 from vllm_kvpp.planner.parallel import Parallelism, split_model
 from vllm_kvpp.planner.traffic import StepTraffic, plan_traffic
 from vllm_kvpp.planner.weights import read_weights
-from vllm_kvpp.selection import TransferMode
+from vllm_kvpp.selection import DecodeMode, TransferMode
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,13 @@ class PlanOptions:
     num_batched_tokens: int = 8192
     link: str | None = None
     transfer: TransferMode = "auto"
+    decode: DecodeMode = "auto"
     transport: Transport = "broadcast"
+
+    @property
+    def keeps_exchange(self) -> bool:
+        """Whether ranks keep memory for decode queries: if asked, and on CPUs, whose backends attend all heads."""
+        return self.decode == "owner" or (self.decode == "auto" and self.transport == "shared-memory")
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Plan:
     capacity: Capacity
     dcp_refusal: str | None
     steps: tuple[StepTraffic, ...]
+    owner_decode: OwnerDecode | None
     notes: tuple[str, ...]
 
     @property
@@ -136,7 +144,7 @@ def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
     kv_cache_dtype, notes = resolve_cache_dtype(options.kv_cache_dtype, model, device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     latent = choose_latent_form(model, kv_cache_dtype, dtype)
-    memories, capacity = _plan_memory(options, model, parallelism, device, latent)
+    memories, capacity = _plan_memory(options, model, parallelism, device, dtype, latent)
     plan = Plan(
         options=options,
         model=model,
@@ -149,9 +157,10 @@ def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
         capacity=capacity,
         dcp_refusal=_refuse_dcp(model, kv_cache_dtype),
         steps=(),
+        owner_decode=None,
         notes=(*model.notes, *notes),
     )
-    return replace(plan, steps=plan_steps(plan))
+    return replace(plan, steps=plan_steps(plan), owner_decode=_plan_owner_decode(plan))
 
 
 def plan_steps(plan: Plan) -> tuple[StepTraffic, ...]:
@@ -163,8 +172,24 @@ def plan_steps(plan: Plan) -> tuple[StepTraffic, ...]:
     )
 
 
+def _plan_owner_decode(plan: Plan) -> OwnerDecode | None:
+    queries = describe_queries(plan.model, plan.parallelism, plan.dtype)
+    if queries is None or plan.options.decode == "transfer":
+        return None
+    compute = _estimate_compute(plan)
+    decode_steps = [step for step in _list_steps(plan) if step.tokens_each == 1]
+    if not decode_steps:
+        return None
+    return plan_owner_decode(plan.capacity, plan.model, queries, decode_steps[0], link=plan.link, compute=compute)
+
+
 def _plan_memory(
-    options: PlanOptions, model: MLAModel, parallelism: Parallelism, device: Device | None, latent: CacheForm
+    options: PlanOptions,
+    model: MLAModel,
+    parallelism: Parallelism,
+    device: Device | None,
+    dtype: str,
+    latent: CacheForm,
 ) -> tuple[tuple[StageMemory, ...], Capacity]:
     stages = list_stage_caches(
         model,
@@ -181,6 +206,7 @@ def _plan_memory(
         group_size=parallelism.group_size,
         transfer=options.transfer,
         transport=options.transport,
+        queries=describe_queries(model, parallelism, dtype) if options.keeps_exchange else None,
     )
     return memories, capacity
 

@@ -7,11 +7,8 @@ from itertools import pairwise
 from vllm_kvpp.plan import LayerBundle, StageShape, choose_way
 from vllm_kvpp.planner.capacity import Capacity, StageCapacity
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
-from vllm_kvpp.planner.devices import GB, Link
+from vllm_kvpp.planner.devices import Link, seconds_on_link
 from vllm_kvpp.selection import BlockRuns, LinkTraits, TransferMode, Way
-
-# The share of a link's published rate that a broadcast reaches.
-LINK_REACHED = 0.8
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,8 @@ def plan_traffic(
         _count_by_layer(stage, way, active, capacity.num_blocks)
         for stage, way in zip(capacity.stages, ways, strict=True)
     ]
-    seconds = [[_take_seconds(num_bytes, link) for num_bytes in stage] for stage in moved] if link is not None else None
+    # All receivers get their copy at the rate of the link, one layer at a time.
+    seconds = [[seconds_on_link(num_bytes, link) for num_bytes in stage] for stage in moved] if link else None
     return StepTraffic(
         step=step,
         num_active_blocks=num_active_blocks,
@@ -82,11 +80,6 @@ def _describe(bundles: Sequence[LayerBundle], num_blocks: int) -> StageShape:
 def _count_by_layer(stage: StageCapacity, way: Way, active: BlockRuns, num_blocks: int) -> list[int]:
     """The bytes of every layer's transfer, by the runtime's own count."""
     return [_describe((bundle,), num_blocks).bytes_moved(way, active) for bundle in stage.plan.bundles]
-
-
-def _take_seconds(num_bytes: int, link: Link) -> float:
-    """One layer's transfer: all receivers get their copy at the rate of the link, one layer at a time."""
-    return num_bytes / (link.gb_s * GB * (1.0 if link.is_measured else LINK_REACHED))
 
 
 def _estimate_exposure(
