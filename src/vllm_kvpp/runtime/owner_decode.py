@@ -65,7 +65,9 @@ class OwnerDecode:
         self._group_rank = group_rank
         self._group_label = group_label
         self._warn = warn
+        self._owner_ranks = {place.name: place.owner_rank for place in self._places}
         self._num_rows = 0
+        self._decodes_only = False
         self._next_index = 0
 
     @property
@@ -84,6 +86,7 @@ class OwnerDecode:
         if share is None or not self._fits(share) or not self._chooses(step, share, transfer):
             return None
         self._num_rows = share.num_rows
+        self._decodes_only = not share.has_others
         self._next_index = 0
         self._counters = counters
         self._exchange.prepare(share.num_rows)
@@ -114,6 +117,13 @@ class OwnerDecode:
             other_blocks=share.other_blocks,
             transfer=transfer,
         )
+
+    def leaves_cache_as_it_is(self, name: str) -> bool:
+        """Whether nobody will read what this rank would write into its copy of the cache `name`.
+
+        A peer then has its query ready while the owner still writes. Beside prompts everything is written as usual.
+        """
+        return self.is_on and self._decodes_only and self._owner_ranks[name] != self._group_rank
 
     def attend(
         self, name: str, query: Sequence[torch.Tensor], attend_all: Callable[[torch.Tensor], torch.Tensor]
@@ -200,4 +210,5 @@ class OwnerDecode:
     def reset(self) -> None:
         """Switch off; called at the end of every step."""
         self._num_rows = 0
+        self._decodes_only = False
         self._next_index = 0

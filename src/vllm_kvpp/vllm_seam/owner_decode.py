@@ -79,11 +79,12 @@ def describe_queries(places: DecodePlaces, group_size: int, dtype: torch.dtype) 
 def attach_owner_decode(places: DecodePlaces, decode: OwnerDecode, dtype: torch.dtype) -> None:
     """Let each attention's decode rows attend, and each indexer choose, at its owner while `decode` is on.
 
-    Touches: `forward_mqa` of the attention's implementation, `SparseAttnIndexer.forward`. Because: see `symbols.py`.
-    Checked by: `check_seam`, and in every step by `OwnerDecode`.
+    Touches: `forward_mqa` and `do_kv_cache_update` of the attention's implementation, `SparseAttnIndexer`. Because: see
+    `symbols.py`. Checked by: `check_seam`, and in every step by `OwnerDecode`.
     """
     for name, attention in places.attentions.items():
         _wrap_decode(name, attention.impl, decode, dtype)
+        _wrap_cache_update(name, attention.impl, decode)
     for name, indexer in places.indexers.items():
         _wrap_indexer(name, indexer, decode)
 
@@ -102,6 +103,17 @@ def _wrap_decode(name: str, impl: Any, decode: OwnerDecode, dtype: torch.dtype) 
         return decode.attend(name, query, lambda heads: original(heads, kv_cache, metadata, layer)[0]), None
 
     impl.forward_mqa = forward_mqa
+
+
+def _wrap_cache_update(name: str, impl: Any, decode: OwnerDecode) -> None:
+    original = impl.do_kv_cache_update
+
+    @wraps(original)
+    def do_kv_cache_update(*args: Any, **kwargs: Any) -> None:
+        if not decode.leaves_cache_as_it_is(name):
+            original(*args, **kwargs)
+
+    impl.do_kv_cache_update = do_kv_cache_update
 
 
 def _wrap_indexer(name: str, indexer: Any, decode: OwnerDecode) -> None:

@@ -403,6 +403,12 @@ SEAM: tuple[SeamSymbol, ...] = (
         parameters=("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
     ),
     SeamSymbol(
+        path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.update_kv_cache",
+        because="Writes the cache by one call of the implementation, which is left out where nobody would read it.",
+        removable_when="vLLM lets a plugin place decode attention.",
+        source_order=("self.impl.do_kv_cache_update(",),
+    ),
+    SeamSymbol(
         path="vllm.v1.attention.backend:AttentionBackend.get_name",
         because="Names the backends that can attend all heads.",
         removable_when="Backends say by themselves whether they take the head count from the query.",
