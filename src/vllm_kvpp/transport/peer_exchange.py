@@ -18,7 +18,7 @@ from vllm_kvpp.transport.signals import Signals, make_message
 
 # Two messages between processes, and vLLM's CPU kernel for one head and one token, in bytes that a core copies in the
 # time.
-PEER_EXCHANGE = ExchangeTraits(layer_bytes=1_000_000, head_token_bytes=450)
+PEER_EXCHANGE = ExchangeTraits(layer_bytes=500_000, head_token_bytes=270)
 
 
 class PeerExchange:

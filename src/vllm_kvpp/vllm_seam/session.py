@@ -194,7 +194,9 @@ class KVPPSession:
         assert self._plan is not None, "shared before it was planned"
         num_blocks = own.placement.num_blocks
         placements = [place(self._plan, rank, num_blocks, self._tail_bytes) for rank in range(self._group.size)]
-        return tuple(map(RankMemory, placements, self._group.share(own.backing)))
+        memories = map(RankMemory, placements, self._group.share(own.backing))
+        # This rank writes its own; the mapping of it that others get is for reading.
+        return tuple(own if rank == self._group.rank else memory for rank, memory in enumerate(memories))
 
     def _make_transport(self, own: RankMemory) -> Transport:
         if self._group.shares_memory:
