@@ -36,7 +36,7 @@ class Pair:
         probes = [rpc(probe) for probe in case.probes]
         self.off = self._run(factory, {**engine, "additional_config": kvpp(False)}, [*plain, *probes])
         at_owner = [
-            *(rpc("restore_transfers"), rpc("set_decode", "owner"), FORGET, case.make_workload(), REPORT),
+            *(rpc("restore_transfers"), rpc("set_decode", "owner"), FORGET, REPORT, case.make_workload(), REPORT),
             *(rpc("sabotage_decode"), FORGET, case.make_workload()),
         ]
         on = {**engine, "additional_config": kvpp(True)}
@@ -57,7 +57,7 @@ class Pair:
 
     @property
     def _at_owner(self) -> int:
-        return FAULTS_AT + 4 * len(self.case.faults) + 3
+        return FAULTS_AT + 4 * len(self.case.faults) + 4
 
     @property
     def served_at_owner(self) -> Any:
@@ -67,11 +67,11 @@ class Pair:
     @property
     def served_here(self) -> Any:
         """The same, sabotaged: every rank attends to what it holds."""
-        return self.on.actions[self._at_owner + 3]
+        return self.on.actions[self._at_owner + 4]
 
     def count_at_owner(self, counter: str) -> list[float]:
         """What each rank counted with decode at the owner."""
-        reports = zip(self.on.actions[REPORT_AT], self.on.actions[self._at_owner + 1], strict=True)
+        reports = zip(self.on.actions[self._at_owner - 1], self.on.actions[self._at_owner + 1], strict=True)
         return [after["counters"][counter] - before["counters"][counter] for before, after in reports]
 
     def under_fault(self, index: int) -> Any:
