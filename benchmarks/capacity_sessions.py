@@ -20,7 +20,7 @@ import typer
 from conversations import Served, Sessions, serve_sessions
 from ratios import Ratio, paired_ratios
 from report import BenchmarkReport, ReportTable, publish
-from servers import OFF, VARIANTS, ModelShape, Server, ServerSetup, Stage, measure_rounds, write_model
+from servers import MOVED, OFF, ON, ON_FULL, ModelShape, Server, ServerSetup, Stage, measure_rounds, write_model
 
 TP_SIZE = 4
 HIDDEN_SIZE = 256
@@ -37,6 +37,9 @@ COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "steps": "vllm:iteration_tokens_total_count",
 }
+
+
+VARIANTS = (OFF, ON, ON_FULL)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Sample:
     @property
     def transferred_gb(self) -> float:
         """What one rank sent and received."""
-        return self.kvpp_counters.get("transferred_bytes", 0) / 1e9
+        return sum(self.kvpp_counters.get(name, 0) for name in MOVED) / 1e9
 
 
 def measure_server(stage: Stage, server: Server, sessions: Sessions) -> list[Sample]:
@@ -190,7 +193,9 @@ def main(
     num_rounds = 1 if quick else repetitions
     with tempfile.TemporaryDirectory(prefix="kvpp-sessions-") as folder:
         setup = make_setup(Path(folder), model, kv_cache_bytes=kv_memory_mib * 1024**2)
-        samples = measure_rounds(setup, partial(measure_server, sessions=sessions), num_rounds=num_rounds)
+        samples = measure_rounds(
+            setup, partial(measure_server, sessions=sessions), num_rounds=num_rounds, variants=VARIANTS
+        )
     ratios = compare(samples)
     title = f"Conversations, {layers} layers, TP {TP_SIZE}, {kv_memory_mib} MiB of KV cache memory a rank"
     report = BenchmarkReport(

@@ -79,14 +79,14 @@ class EngineSettings:
     """
 
     num_blocks: int
-    max_history_tokens: int
-    max_num_requests: int
+    batches: tuple[Batch, ...]
     kvpp: Mapping[str, Any] | None
     are_blocks_scattered: bool
+    kv_cache_bytes: int = KV_CACHE_BYTES
 
     def as_arguments(self, model: Path) -> dict[str, Any]:
         """The arguments of `vllm.LLM`."""
-        max_model_len = self.max_history_tokens + BLOCK_SIZE
+        max_model_len = max(batch.num_history_tokens for batch in self.batches) + BLOCK_SIZE
         additional_config = {} if self.kvpp is None else {"enable_kvpp": True, "kvpp": dict(self.kvpp)}
         return {
             "model": str(model),
@@ -99,13 +99,15 @@ class EngineSettings:
             "compilation_config": COMPILATION_CONFIG,
             "worker_extension_cls": "transfer_extension.TransferExtension",
             "max_model_len": max_model_len,
-            "max_num_seqs": self.max_num_requests,
+            "max_num_seqs": max(batch.num_requests for batch in self.batches),
             # Whole batches are prefilled in one step: on CPU vLLM does not prefill MLA models in chunks.
-            "max_num_batched_tokens": self.max_num_requests * max_model_len,
+            "max_num_batched_tokens": max(
+                max_model_len, *(batch.num_requests * (batch.num_history_tokens + BLOCK_SIZE) for batch in self.batches)
+            ),
             "enable_prefix_caching": False,
             # One block is vLLM's own.
             "num_gpu_blocks_override": self.num_blocks + 1,
-            "kv_cache_memory_bytes": KV_CACHE_BYTES,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
             "additional_config": additional_config,
         }
 
@@ -120,8 +122,9 @@ class Stretch:
 
     @property
     def moved_bytes_per_step(self) -> float:
-        """Bytes of the cache that were moved in a step with history, 0 without KVPP."""
-        return self.counters.get("transferred_bytes", 0) / len(self.step_seconds)
+        """Bytes of history, queries and outputs that were moved in a step, 0 without KVPP."""
+        names = ("transferred_bytes", "query_bytes", "output_bytes")
+        return sum(self.counters.get(name, 0) for name in names) / len(self.step_seconds)
 
 
 class DecodeEngine:
@@ -132,8 +135,10 @@ class DecodeEngine:
         self._log_path = log_path
         self.facts: dict[str, Any] = self._receive()
 
-    def measure(self, batch: Batch, *, transfer: str | None, num_warm_up_steps: int, num_steps: int) -> Stretch:
-        """Decode `batch` from an empty pool, with KVPP's `transfer` mode or as the engine was configured.
+    def measure(
+        self, batch: Batch, *, modes: tuple[str, str] | None, num_warm_up_steps: int, num_steps: int
+    ) -> Stretch:
+        """Decode `batch` from an empty pool, with these `kvpp.transfer` and `kvpp.decode`, or None without KVPP.
 
         Raises:
             EngineError: the engine ended, or gave no answer in time.
@@ -141,7 +146,7 @@ class DecodeEngine:
         assert num_warm_up_steps + num_steps < BLOCK_SIZE, "a stretch has to stay in its last block"
         request = {
             "prompts": batch.make_prompts(),
-            "transfer": transfer,
+            "modes": modes,
             "num_warm_up_steps": num_warm_up_steps,
             "num_steps": num_steps,
         }

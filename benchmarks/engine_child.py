@@ -44,8 +44,8 @@ class Decoder:
 
         The batch is gone afterwards, so every call starts from an empty pool.
         """
-        if request["transfer"] is not None:
-            self._llm.collective_rpc("set_transfer", args=(request["transfer"],))
+        if request["modes"] is not None:
+            self._llm.collective_rpc("set_modes", args=tuple(request["modes"]))
         names = self._add(request["prompts"])
         try:
             prefill_seconds = self._prefill(names)

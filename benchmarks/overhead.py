@@ -23,7 +23,18 @@ import typer
 from conversations import Sessions, serve_sessions
 from ratios import Ratio, paired_ratios
 from report import BenchmarkReport, ReportTable, publish
-from servers import OFF, VARIANTS, ModelShape, Server, ServerSetup, Stage, make_environment, measure_rounds, write_model
+from servers import (
+    MOVED,
+    OFF,
+    VARIANTS,
+    ModelShape,
+    Server,
+    ServerSetup,
+    Stage,
+    make_environment,
+    measure_rounds,
+    write_model,
+)
 
 from vllm_kvpp.demo.client import MODEL_NAME
 from vllm_kvpp.demo.errors import DemoError
@@ -52,7 +63,11 @@ class Workload:
         return f"{self.num_requests} requests × {self.prompt_tokens:,} prompt + {self.output_tokens} output tokens"
 
 
-WORKLOADS = (Workload("decode-heavy", 8, 256, 128), Workload("prefill-heavy", 8, 1024, 8))
+WORKLOADS = (
+    Workload("decode-heavy", 8, 256, 128),
+    Workload("decode behind long prompts", 4, 1024, 128),
+    Workload("prefill-heavy", 8, 1024, 8),
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +84,8 @@ class Sample:
 
     @property
     def transferred_mb(self) -> float:
-        """What one rank sent and received."""
-        return self.kvpp_counters.get("transferred_bytes", 0) / 1e6
+        """What one rank sent and received: history, decode queries and outputs."""
+        return sum(self.kvpp_counters.get(name, 0) for name in MOVED) / 1e6
 
 
 def run_client(url: str, setup: ServerSetup, workload: Workload, *, seed: int) -> dict[str, Any]:

@@ -53,8 +53,11 @@ class Variant:
 
 OFF = Variant("off", {"enable_kvpp": False})
 ON = Variant("on", {"enable_kvpp": True})
-ON_FULL = Variant("on, transfer full", {"enable_kvpp": True, "kvpp": {"transfer": "full"}})
-VARIANTS = (OFF, ON, ON_FULL)
+# What every rank sends and receives, by KVPP's counters.
+MOVED = ("transferred_bytes", "query_bytes", "output_bytes")
+ON_TRANSFER = Variant("on, decode transfer", {"enable_kvpp": True, "kvpp": {"decode": "transfer"}})
+ON_FULL = Variant("on, transfer full", {"enable_kvpp": True, "kvpp": {"transfer": "full", "decode": "transfer"}})
+VARIANTS = (OFF, ON, ON_TRANSFER, ON_FULL)
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,13 @@ class Server:
 
 
 def measure_rounds(
-    setup: ServerSetup, measure: Callable[[Stage, Server], Sequence[Sample]], *, num_rounds: int
+    setup: ServerSetup,
+    measure: Callable[[Stage, Server], Sequence[Sample]],
+    *,
+    num_rounds: int,
+    variants: Sequence[Variant] = VARIANTS,
 ) -> list[Sample]:
-    """Start the servers of all variants in turn, `num_rounds` times, and `measure` each.
+    """Start the servers of all `variants` in turn, `num_rounds` times, and `measure` each.
 
     So what slows the machine down for a while meets all variants of a round.
 
@@ -143,7 +150,7 @@ def measure_rounds(
     samples: list[Sample] = []
     try:
         with Interrupts() as interrupts:
-            for round_number, variant in product(range(1, num_rounds + 1), VARIANTS):
+            for round_number, variant in product(range(1, num_rounds + 1), variants):
                 with (
                     progress.stage(f"Round {round_number} of {num_rounds}, KVPP {variant.name}") as on_phase,
                     serve(setup, variant, interrupts=interrupts, on_phase=on_phase) as server,

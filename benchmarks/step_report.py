@@ -44,8 +44,8 @@ def make_report(name: str, title: str, sweep: str, settings: SweepSettings, resu
     return BenchmarkReport(
         name=name,
         tables=(table,),
-        settings={**_describe_settings(settings), "engines": result.engines},
-        samples=_list_samples(samples),
+        settings={**describe_settings(settings), "engines": result.engines},
+        samples=list_samples(samples),
         ratios=ratios,
     )
 
@@ -57,7 +57,7 @@ def compute_ratios(settings: SweepSettings, samples: Samples) -> dict[str, dict[
     modes = settings.all_modes
 
     def over(label: str, mode: str, other: tuple[str, str]) -> Ratio:
-        return paired_ratios(_list_step_seconds(samples[label, mode]), _list_step_seconds(samples[other]))
+        return paired_ratios(list_step_seconds(samples[label, mode]), list_step_seconds(samples[other]))
 
     return {
         "over_off": {label: {mode: over(label, mode, (label, OFF)) for mode in settings.modes} for label in labels},
@@ -71,7 +71,7 @@ def compute_ratios(settings: SweepSettings, samples: Samples) -> dict[str, dict[
     }
 
 
-def _list_step_seconds(stretches: Sequence[Stretch]) -> list[float]:
+def list_step_seconds(stretches: Sequence[Stretch]) -> list[float]:
     """The median step of each stretch."""
     return [median(stretch.step_seconds) for stretch in stretches]
 
@@ -83,7 +83,7 @@ def _describe_cell(cell: Cell, mode: str, samples: Samples) -> tuple[str, ...]:
     return (
         f"{cell.batch.num_active_blocks:,} of {cell.num_pool_blocks:,} ({cell.occupancy:.0%})",
         f"KVPP {OFF}" if mode == OFF else mode,
-        f"{median(_list_step_seconds(stretches)) * 1e3:.1f}",
+        f"{median(list_step_seconds(stretches)) * 1e3:.1f}",
         NOTHING if mode == OFF else f"{moved_bytes / 1e6:.2f}",
         f"{active_bytes / 1e6:.2f}",
         NOTHING if mode == OFF else f"{moved_bytes / active_bytes:.2f}",
@@ -107,7 +107,8 @@ def _explain(settings: SweepSettings) -> str:
     )
 
 
-def _describe_settings(settings: SweepSettings) -> dict[str, Any]:
+def describe_settings(settings: SweepSettings) -> dict[str, Any]:
+    """What was measured, in plain values."""
     cells = [
         {**asdict(cell), "active_bytes": cell.batch.active_bytes, "pool_bytes": cell.pool_bytes}
         for cell in settings.cells
@@ -116,7 +117,8 @@ def _describe_settings(settings: SweepSettings) -> dict[str, Any]:
     return {**asdict(settings), "cells": cells, "tp_size": TP_SIZE, "model": model}
 
 
-def _list_samples(samples: Samples) -> list[dict[str, Any]]:
+def list_samples(samples: Samples) -> list[dict[str, Any]]:
+    """Every stretch, in plain values."""
     return [
         {"cell": label, "mode": mode, "repetition": repetition, **asdict(stretch)}
         for (label, mode), stretches in samples.items()

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 from decode_engine import (
     IDLE_SECONDS,
+    KV_CACHE_BYTES,
     TP_SIZE,
     Batch,
     DecodeEngine,
@@ -24,11 +25,19 @@ from decode_engine import (
     run_decode_engine,
 )
 from rich.console import Console
-from tiny_model import NUM_LAYERS, PAGE_BYTES, write_tiny_model
+from tiny_model import NUM_HEADS, NUM_LAYERS, PAGE_BYTES, write_tiny_model
 
 from vllm_kvpp.demo.progress import ProgressReporter
 
 OFF, FULL, ACTIVE, AUTO = "off", "full", "active", "auto"
+AT_OWNER, BY_TRANSFER, EITHER = "decode owner", "decode transfer", "decode auto"
+# `kvpp.transfer` and `kvpp.decode` of each mode.
+MODES = {
+    **{mode: (mode, "transfer") for mode in (FULL, ACTIVE, AUTO)},
+    AT_OWNER: ("auto", "owner"),
+    BY_TRANSFER: ("auto", "transfer"),
+    EITHER: ("auto", "auto"),
+}
 # Measured with vLLM 0.32.0: 1.9 GB for an engine process and its two workers, without the pool.
 ENGINE_BYTES = 2_000_000_000
 
@@ -54,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What is measured. `modes` are KVPP's transfer modes, `kvpp` its other options; see also `EngineSettings`."""
+    """What is measured. `modes` are out of `MODES`, `kvpp` are other options; see also `EngineSettings`."""
 
     cells: tuple[Cell, ...]
     modes: tuple[str, ...]
@@ -63,10 +72,12 @@ class SweepSettings:
     num_warm_up_steps: int
     num_steps: int
     are_blocks_scattered: bool
+    num_heads: int = NUM_HEADS
+    kv_cache_bytes: int = KV_CACHE_BYTES
 
     @property
     def all_modes(self) -> tuple[str, ...]:
-        """KVPP off, then the transfer modes."""
+        """KVPP off, then the modes."""
         return (OFF, *self.modes)
 
 
@@ -135,7 +146,7 @@ class _Sweep:
         self._last = engine
         return engine.measure(
             cell.batch,
-            transfer=None if mode == OFF else mode,
+            modes=MODES.get(mode),
             num_warm_up_steps=self._settings.num_warm_up_steps,
             num_steps=self._settings.num_steps,
         )
@@ -144,7 +155,7 @@ class _Sweep:
 def _start_engines(settings: SweepSettings, folder: Path, progress: ProgressReporter, stack: ExitStack) -> _Engines:
     model = folder / "model"
     model.mkdir()
-    write_tiny_model(model)
+    write_tiny_model(model, settings.num_heads)
     engines: _Engines = {}
     for number, engine in enumerate(wanted := _list_engines(settings)):
         engine_folder = folder / f"engine-{number}"
@@ -158,14 +169,13 @@ def _start_engines(settings: SweepSettings, folder: Path, progress: ProgressRepo
 
 
 def _list_engines(settings: SweepSettings) -> list[EngineSettings]:
-    batches = [cell.batch for cell in settings.cells]
     return [
         EngineSettings(
             num_blocks=num_blocks,
-            max_history_tokens=max(batch.num_history_tokens for batch in batches),
-            max_num_requests=max(batch.num_requests for batch in batches),
+            batches=tuple(cell.batch for cell in settings.cells),
             kvpp=kvpp,
             are_blocks_scattered=settings.are_blocks_scattered,
+            kv_cache_bytes=settings.kv_cache_bytes,
         )
         for num_blocks in dict.fromkeys(cell.num_pool_blocks for cell in settings.cells)
         for kvpp in (None, settings.kvpp)

@@ -9,7 +9,7 @@ HIDDEN_SIZE = 128
 LATENT_WIDTH = 512
 ROPE_WIDTH = 64
 VOCABULARY_SIZE = 512
-MAX_POSITIONS = 8192
+MAX_POSITIONS = 16_384
 BLOCK_SIZE = 16
 DTYPE = "bfloat16"
 DTYPE_BYTES = 2
@@ -18,7 +18,7 @@ DTYPE_BYTES = 2
 PAGE_BYTES = BLOCK_SIZE * (LATENT_WIDTH + ROPE_WIDTH) * DTYPE_BYTES
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path, num_heads: int = NUM_HEADS) -> Path:
     """Write `config.json` into `folder`, for `load_format="dummy"`."""
     config = {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -28,8 +28,8 @@ def write_tiny_model(folder: Path) -> Path:
         "intermediate_size": 2 * HIDDEN_SIZE,
         "moe_intermediate_size": HIDDEN_SIZE,
         "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_HEADS,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
         # Dense: the experts below are named because the architecture asks for them, and none is made.
         "first_k_dense_replace": NUM_LAYERS,
         "moe_layer_freq": 1,

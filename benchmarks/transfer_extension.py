@@ -4,13 +4,15 @@
 class TransferExtension:
     """Appended to the worker's bases by vLLM."""
 
-    def set_transfer(self, mode: str) -> None:
-        """Choose what the next steps transfer, "full", "active" or "auto"; called between steps, on all ranks alike.
+    def set_modes(self, transfer: str, decode: str) -> None:
+        """Choose `kvpp.transfer` and `kvpp.decode` of the next steps; called between steps, on all ranks alike.
 
         Raises:
             AttributeError: this KVPP has no such choice.
         """
         transfers = self._kvpp.transfers  # type: ignore[attr-defined]
-        if not hasattr(transfers, "transfer"):
-            raise AttributeError("LayerTransfers.transfer is gone; the benchmarks switch modes with it.")
-        transfers.transfer = mode
+        if not hasattr(transfers, "transfer") or not hasattr(transfers.decode, "mode"):
+            raise AttributeError(
+                "LayerTransfers has no transfer, or no decode.mode; the benchmarks switch modes by them."
+            )
+        transfers.transfer, transfers.decode.mode = transfer, decode

@@ -57,7 +57,9 @@ def demo(
 
 @app.command()
 def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
-    model: Annotated[str, typer.Argument(help="A model's folder, its config.json, or a name of the catalogue.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder, a config.json, a name of the catalogue, or a hub's owner/name.")
+    ],
     tp: Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.")] = 8,
     pcp: Annotated[int, typer.Option(min=1, max=1024, help="Prefill context parallel size.")] = 1,
     pp: Annotated[int, typer.Option(min=1, max=512, help="Pipeline parallel size.")] = 1,
@@ -74,14 +76,17 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
     max_num_batched_tokens: Annotated[int, typer.Option(min=2, max=10**6, help="Tokens of a prefill chunk.")] = 8192,
     link: Annotated[str | None, typer.Option(help="Link of the group, like nvlink-h100 or pcie5, or GB/s.")] = None,
     transfer: Annotated[Literal["auto", "active", "full"], typer.Option(help="As kvpp.transfer.")] = "auto",
+    decode: Annotated[Literal["auto", "owner", "transfer"], typer.Option(help="As kvpp.decode.")] = "auto",
     transport: Annotated[
         Literal["broadcast", "shared-memory"], typer.Option(help="shared-memory for CPUs of one host.")
     ] = "broadcast",
+    plot: Annotated[Path | None, typer.Option(help="Draw charts into this .svg, .png or .html file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
 ) -> None:
     """Compute what KVPP gives and costs for a model on a machine, before anything is deployed.
 
-    Needs no GPU, no vLLM and no network. Give the memory of each rank with --kv-memory, or a device with --gpu.
+    Needs no GPU, no vLLM and no network, but for a model of a hub. Give the memory of each rank with --kv-memory, or a
+    device with --gpu.
     """
     from vllm_kvpp.planner.command import run_command
     from vllm_kvpp.planner.planning import PlanOptions
@@ -104,9 +109,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
         num_batched_tokens=max_num_batched_tokens,
         link=link,
         transfer=transfer,
+        decode=decode,
         transport=transport,
     )
-    raise typer.Exit(run_command(options, as_json=json))
+    raise typer.Exit(run_command(options, as_json=json, plot=plot))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

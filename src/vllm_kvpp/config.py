@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_kvpp.errors import KVPPConfigError
-from vllm_kvpp.selection import TransferMode
+from vllm_kvpp.selection import DecodeMode, TransferMode
 
 SWITCH = "enable_kvpp"
 OPTIONS = "kvpp"
@@ -30,6 +30,11 @@ class KVPPOptions(BaseModel):
         default="auto",
         description="What a step moves: every allocated block, the blocks of the batch's history, or what is cheaper.",
         json_schema_extra={"valid": "auto, full, or active"},
+    )
+    decode: DecodeMode = Field(
+        default="auto",
+        description="Where decode tokens attend: at each layer's owner, or at every rank, to which history is moved.",
+        json_schema_extra={"valid": "auto, owner, or transfer"},
     )
     transport: Literal["auto", "broadcast"] = Field(
         default="auto",

@@ -23,7 +23,7 @@ def load(name: str) -> ModuleType:
 
 
 def test_there_is_a_command_for_each_question() -> None:
-    assert COMMANDS == ["capacity_sessions.py", "context_sweep.py", "overhead.py", "pool_sweep.py"]
+    assert COMMANDS == ["capacity_sessions.py", "context_sweep.py", "decode_sweep.py", "overhead.py", "pool_sweep.py"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

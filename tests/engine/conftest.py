@@ -57,6 +57,10 @@ def on_run(
         *(rpc("sabotage_transfers", []), workload),
         *(rpc("sabotage_transfers", every_layer_but_one), workload),
         *(rpc("restore_transfers"), workload),
+        *(rpc("set_decode", "owner"), REPORT, workload, REPORT),
+        *(rpc("set_decode", "auto"), workload, REPORT),
+        *(rpc("set_decode", "owner"), rpc("sabotage_decode"), workload),
+        *(rpc("sabotage_decode", 7), workload, rpc("restore_decode"), workload),
     ]
     return run_engine(engine, actions, tmp_path_factory.mktemp("on"))
 

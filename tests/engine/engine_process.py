@@ -194,10 +194,13 @@ def run_engine(
     reference: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
     timeout_seconds: float = 300,
+    decode: str = "transfer",
 ) -> EngineRun:
     """Start a `vllm.LLM`, run the actions, and return what it said.
 
-    `reference` names parts of the reference platform; `environment` is added to the usual one.
+    `reference` names parts of the reference platform; `environment` is added to the usual one. With KVPP on, decode
+    begins in the mode `decode`, whatever the configuration says: most actions look at transfers, of which there are
+    more with "transfer".
 
     Raises:
         AssertionError: it failed; with the end of its log.
@@ -206,11 +209,17 @@ def run_engine(
     engine = {**COMMON_ENGINE, **engine}
     num_workers = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
     task_path, result_path = folder / "task.json", folder / "result.json"
-    task_path.write_text(json.dumps({"engine": engine, "actions": actions}))
+    begin = [{"kind": "rpc", "method": "set_decode", "args": [decode]}] if _has_kvpp(engine) else []
+    task_path.write_text(json.dumps({"engine": engine, "actions": begin + actions}))
     command = [sys.executable, str(HERE / "llm_script.py"), str(task_path), str(result_path)]
     environment = {**engine_environment(num_workers, folder, reference), **environment}
     # The script has written its result; how its workers end is not what these tests look at.
     result = run_process(command, environment, folder / "engine.log", timeout_seconds, grace_seconds=0.2)
     assert result.returncode == 0, f"the engine failed:\n{result.output[-6000:]}"
     said = json.loads(result_path.read_text())
+    said["actions"] = said["actions"][len(begin) :]
     return EngineRun(**said, log=result.output)
+
+
+def _has_kvpp(engine: Mapping[str, Any]) -> bool:
+    return bool(engine.get("additional_config", {}).get("enable_kvpp"))

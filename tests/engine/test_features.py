@@ -35,7 +35,12 @@ class Pair:
         self.model = Path(engine["model"])
         probes = [rpc(probe) for probe in case.probes]
         self.off = self._run(factory, {**engine, "additional_config": kvpp(False)}, [*plain, *probes])
-        self.on = self._run(factory, {**engine, "additional_config": kvpp(True)}, [*plain, REPORT, *faults])
+        at_owner = [
+            *(rpc("restore_transfers"), rpc("set_decode", "owner"), FORGET, case.make_workload(), REPORT),
+            *(rpc("sabotage_decode"), FORGET, case.make_workload()),
+        ]
+        on = {**engine, "additional_config": kvpp(True)}
+        self.on = self._run(factory, on, [*plain, REPORT, *faults, *at_owner])
 
     def _run(self, factory: pytest.TempPathFactory, engine: dict[str, Any], actions: list[dict[str, Any]]) -> EngineRun:
         folder = factory.mktemp("run")
@@ -49,6 +54,25 @@ class Pair:
             environment=self.case.environment,
             timeout_seconds=400,
         )
+
+    @property
+    def _at_owner(self) -> int:
+        return FAULTS_AT + 4 * len(self.case.faults) + 3
+
+    @property
+    def served_at_owner(self) -> Any:
+        """What was served with decode at the owner."""
+        return self.on.actions[self._at_owner]
+
+    @property
+    def served_here(self) -> Any:
+        """The same, sabotaged: every rank attends to what it holds."""
+        return self.on.actions[self._at_owner + 3]
+
+    def count_at_owner(self, counter: str) -> list[float]:
+        """What each rank counted with decode at the owner."""
+        reports = zip(self.on.actions[REPORT_AT], self.on.actions[self._at_owner + 1], strict=True)
+        return [after["counters"][counter] - before["counters"][counter] for before, after in reports]
 
     def under_fault(self, index: int) -> Any:
         """What was served under the fault of this index."""
@@ -87,6 +111,31 @@ def test_schedules_and_answers_equal_those_of_a_run_without_kvpp_bit_for_bit(get
     pair = get_pair(name)
     assert pair.on.actions[WORKLOAD]["schedule"] == pair.off.actions[WORKLOAD]["schedule"]
     assert pair.on.actions[WORKLOAD]["answers"] == pair.off.actions[WORKLOAD]["answers"]
+
+
+@NAMES
+def test_with_decode_at_the_owner_answers_equal_those_without_kvpp_bit_for_bit(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert pair.served_at_owner["schedule"] == pair.off.actions[WORKLOAD]["schedule"]
+    assert pair.served_at_owner["answers"] == pair.off.actions[WORKLOAD]["answers"]
+
+
+# With drafts a request has several tokens to verify, which this platform's backend computes as it does a prompt.
+DECODING = pytest.mark.parametrize("name", [case.name for case in CASES if not case.has_drafts])
+
+
+@DECODING
+def test_decode_at_the_owner_moves_less_history(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert min(pair.count_at_owner("steps_at_owner")) > 0
+    moved = [report["counters"]["transferred_blocks"] for report in _reports(pair)]
+    assert all(less < more for less, more in zip(pair.count_at_owner("transferred_blocks"), moved, strict=True))
+
+
+@DECODING
+def test_answers_differ_when_decode_attends_to_what_each_rank_holds(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert pair.served_here["answers"] != pair.off.actions[WORKLOAD]["answers"]
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.equals_hugging_face])

@@ -15,13 +15,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def tp_4_runs(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]:
     """The recall model on 4 ranks, keyed by KVPP on.
 
-    Actions: workload, then fingerprints (off), or reports and the workload with transfers stopped (on).
+    Actions: workload, then fingerprints (off), or reports and the workload with transfers stopped, with decode at the
+    owner, and with every rank attending to what it holds (on).
     """
 
     def run(is_on: bool, folder: Path) -> EngineRun:
         write_plugin(folder, "rank_equal_sums")
         engine = {**RECALL_ENGINE, "tensor_parallel_size": 4, "additional_config": kvpp(is_on)}
-        rest = [REPORT, rpc("sabotage_transfers", []), workload] if is_on else [rpc("digest_caches")]
+        on = [
+            *(REPORT, rpc("sabotage_transfers", []), workload),
+            *(rpc("restore_transfers"), rpc("set_decode", "owner"), workload, REPORT),
+            *(rpc("sabotage_decode"), workload),
+        ]
+        rest = on if is_on else [rpc("digest_caches")]
         return run_engine(engine, [workload, *rest], folder, timeout_seconds=400)
 
     return {is_on: run(is_on, tmp_path_factory.mktemp("tp4")) for is_on in (False, True)}
@@ -42,6 +48,20 @@ def test_tp_4_answers_equal_those_without_kvpp_bit_for_bit(tp_4_runs: dict[bool,
 @pytest.mark.proves("TP 4")
 def test_tp_4_answers_differ_when_nothing_is_moved(tp_4_runs: dict[bool, EngineRun]) -> None:
     assert tp_4_runs[True].answers(3) != tp_4_runs[False].answers(0)
+
+
+@pytest.mark.proves("TP 4")
+def test_tp_4_answers_with_decode_at_the_owner_equal_those_without_kvpp_bit_for_bit(
+    tp_4_runs: dict[bool, EngineRun],
+) -> None:
+    assert tp_4_runs[True].answers(6) == tp_4_runs[False].answers(0)
+    for before, after in zip(tp_4_runs[True].actions[1], tp_4_runs[True].actions[7], strict=True):
+        assert after["counters"]["steps_at_owner"] > before["counters"]["steps_at_owner"] == 0
+
+
+@pytest.mark.proves("TP 4")
+def test_tp_4_answers_differ_when_every_rank_attends_to_what_it_holds(tp_4_runs: dict[bool, EngineRun]) -> None:
+    assert tp_4_runs[True].answers(9) != tp_4_runs[False].answers(0)
 
 
 def test_four_ranks_own_two_layers_each_and_hold_twice_the_tokens(tp_4_runs: dict[bool, EngineRun]) -> None:

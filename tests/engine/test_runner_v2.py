@@ -23,6 +23,7 @@ BLOCK_SIZE = 16
 PAGE_BYTES = BLOCK_SIZE * 576 * 4  # block size x latent width x float32
 CHUNK = 32
 WARM_UP, FIRST, AGAIN, REPORTED, SABOTAGED = 0, 1, 2, 3, 5
+AT_OWNER, REPORTED_AT_OWNER, ATTENDED_HERE = 8, 9, 11
 
 
 def _run(
@@ -41,7 +42,11 @@ def runs(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
         "max_num_batched_tokens": CHUNK,
     }
     actions = [rpc("warm_up_runner_v2"), workload, workload]
-    sabotage = [REPORT, rpc("sabotage_transfers", []), workload]
+    sabotage = [
+        *(REPORT, rpc("sabotage_transfers", []), workload),
+        *(rpc("restore_transfers"), rpc("set_decode", "owner"), workload, REPORT),
+        *(rpc("sabotage_decode"), workload),
+    ]
     return {
         is_on: _run(engine, tmp_path_factory.mktemp("v2"), is_on, actions + sabotage * is_on, ["chunked_prefill"])
         for is_on in (False, True)
@@ -73,6 +78,17 @@ def test_the_recall_answers_are_right(runs: dict[bool, EngineRun], marking: Mark
 def test_recited_words_go_wrong_when_nothing_is_moved(runs: dict[bool, EngineRun], marking: Marking) -> None:
     assert runs[True].answers(SABOTAGED) != runs[False].answers(AGAIN)
     assert marking.share_of_right_words(runs[True], SABOTAGED) < 0.6
+
+
+@pytest.mark.proves("model runner V2")
+def test_with_decode_at_the_owner_answers_equal_those_without_kvpp_bit_for_bit(runs: dict[bool, EngineRun]) -> None:
+    assert runs[True].answers(AT_OWNER) == runs[False].answers(AGAIN)
+    for before, after in zip(runs[True].actions[REPORTED], runs[True].actions[REPORTED_AT_OWNER], strict=True):
+        assert after["counters"]["steps_at_owner"] > before["counters"]["steps_at_owner"]
+
+
+def test_answers_differ_when_every_rank_attends_to_what_it_holds(runs: dict[bool, EngineRun]) -> None:
+    assert runs[True].answers(ATTENDED_HERE) != runs[False].answers(AGAIN)
 
 
 def test_prompts_are_prefilled_in_chunks_and_then_found_in_the_cache(
@@ -115,7 +131,8 @@ def mtp_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, EngineRun]:
     actions = [_mtp_workload()]
     sabotage = [
         *(REPORT, rpc("sabotage_transfers", []), _mtp_workload()),
-        *(rpc("restore_transfers"), rpc("forget_drafts"), _mtp_workload()),
+        *(rpc("restore_transfers"), rpc("set_decode", "owner"), REPORT, _mtp_workload(), REPORT),
+        *(rpc("set_decode", "transfer"), rpc("forget_drafts"), _mtp_workload()),
     ]
     return {
         is_on: _run(engine, tmp_path_factory.mktemp("v2"), is_on, actions + sabotage * is_on, [])
@@ -137,7 +154,18 @@ def test_answers_with_drafts_differ_when_target_layers_are_not_moved(mtp_runs: d
 
 
 def test_other_drafts_are_accepted_when_a_rank_loses_its_draft_cache(mtp_runs: dict[bool, EngineRun]) -> None:
-    assert mtp_runs[True].actions[6]["schedule"] != mtp_runs[False].actions[0]["schedule"]
+    assert mtp_runs[True].actions[11]["schedule"] != mtp_runs[False].actions[0]["schedule"]
+
+
+@pytest.mark.proves("model runner V2", "MTP")
+def test_verified_drafts_that_attend_at_the_owner_equal_those_without_kvpp_bit_for_bit(
+    mtp_runs: dict[bool, EngineRun],
+) -> None:
+    on, off = mtp_runs[True].actions[7], mtp_runs[False].actions[0]
+    assert on["answers"] == off["answers"]
+    assert on["schedule"] == off["schedule"]
+    for before, after in zip(mtp_runs[True].actions[6], mtp_runs[True].actions[8], strict=True):
+        assert after["counters"]["steps_at_owner"] > before["counters"]["steps_at_owner"]
 
 
 def test_draft_layers_of_the_speculator_own_no_layer(mtp_runs: dict[bool, EngineRun]) -> None:

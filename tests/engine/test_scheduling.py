@@ -104,13 +104,17 @@ SCENARIOS = [
 
 
 class Pair:
-    """The runs of one pool, off and on, and behind them, on only, once more with transfers stopped."""
+    """The runs of one pool, off and on; then, on only, with transfers stopped, and with decode at the owner."""
 
     def __init__(self, pool: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         self._scenarios = POOLS[pool]
         actions = [action for scenario in self._scenarios for action in scenario.actions()]
         self._index = {action["name"]: index for index, action in enumerate(actions) if action["kind"] == "serve"}
         self._num_actions = len(actions)
+        # With a report behind each scenario.
+        at_owner = [action for scenario in self._scenarios for action in (*scenario.actions(), REPORT)]
+        self._at_owner = {action["name"]: index for index, action in enumerate(at_owner) if action["kind"] == "serve"}
+        self._first_at_owner = 2 * self._num_actions + 4
         engine = {
             **RECALL_ENGINE,
             "tensor_parallel_size": 2,
@@ -123,7 +127,12 @@ class Pair:
         self.off, self.on = (
             run_engine(
                 {**engine, "additional_config": kvpp(is_on)},
-                [*actions, REPORT, rpc("sabotage_transfers", []), *actions] if is_on else actions,
+                [
+                    *(*actions, REPORT, rpc("sabotage_transfers", []), *actions),
+                    *(rpc("restore_transfers"), rpc("set_decode", "owner"), *at_owner),
+                ]
+                if is_on
+                else actions,
                 tmp_path_factory.mktemp(pool),
                 reference=["chunked_prefill"],
             )
@@ -139,6 +148,16 @@ class Pair:
 
     def answers_off(self, scenario: Scenario) -> tuple[Any, ...]:
         return self.off.answers(self._index[scenario.name])
+
+    def served_at_owner(self, scenario: Scenario) -> Any:
+        return self.on.actions[self._first_at_owner + self._at_owner[scenario.name]]
+
+    def counted_at_owner(self, scenario: Scenario, counter: str) -> list[float]:
+        """What each rank counted by the end of the scenario, since the last scenario's end."""
+        index = self._first_at_owner + self._at_owner[scenario.name]
+        # Behind this scenario, and behind the one before, which the forgetting of prefixes follows.
+        reports = zip(self.on.actions[index - 1 - scenario.forget], self.on.actions[index + 1], strict=True)
+        return [after["counters"][counter] - before["counters"][counter] for before, after in reports]
 
     def served_sabotaged(self, scenario: Scenario) -> Any:
         return self.on.actions[self._num_actions + 2 + self._index[scenario.name]]
@@ -169,6 +188,40 @@ def test_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
     off, on = pair.served(pair.off, scenario), pair.served(pair.on, scenario)
     assert on["schedule"] == off["schedule"]
     assert on["answers"] == off["answers"]
+
+
+@pytest.mark.parametrize(("pool", "scenario"), SCENARIOS)
+def test_with_decode_at_the_owner_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
+    pairs: Pairs, pool: str, scenario: Scenario
+) -> None:
+    pair = pairs[pool]
+    off, on = pair.served(pair.off, scenario), pair.served_at_owner(scenario)
+    assert on["schedule"] == off["schedule"]
+    assert on["answers"] == off["answers"]
+
+
+def test_in_mixed_steps_decodes_go_to_the_owner_and_only_the_prompts_history_is_moved(pairs: Pairs) -> None:
+    pool, scenario = _scenario("prefills join decodes")
+    pair = pairs[pool]
+    schedule = pair.served_at_owner(scenario)["schedule"]
+    num_mixed, num_blocks = _count_prompt_blocks(schedule)
+    assert num_mixed > 0
+    assert pair.counted_at_owner(scenario, "transferred_blocks") == [num_blocks * NUM_LAYERS] * 2
+    with_decodes = sum(1 in step.values() for step in schedule)
+    assert pair.counted_at_owner(scenario, "steps_at_owner") == [with_decodes] * 2
+
+
+def _count_prompt_blocks(schedule: list[dict[str, int]]) -> tuple[int, int]:
+    """Steps that decode beside a prompt with history, and the blocks of such prompts; none is shared here."""
+    computed: dict[str, int] = {}
+    num_mixed = num_blocks = 0
+    for step in schedule:
+        prompts = [name for name, count in step.items() if count > 1 and computed.get(name, 0) > 0]
+        num_mixed += bool(prompts) and 1 in step.values()
+        num_blocks += sum(-(-computed[name] // BLOCK_SIZE) for name in prompts)
+        for name, count in step.items():
+            computed[name] = computed.get(name, 0) + count
+    return num_mixed, num_blocks
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,37 @@ class ProbeExtension:
         """Move blocks by this mode from here on."""
         self._kvpp.transfers.transfer = mode  # type: ignore[attr-defined]
 
+    def set_decode(self, mode: str) -> None:
+        """Let decode tokens attend by this mode from here on, where they can attend at the owner at all."""
+        decode = self._kvpp.transfers.decode  # type: ignore[attr-defined]
+        if decode is not None:
+            decode.mode = mode
+
+    def sabotage_decode(self, num_right_layers: int = 0) -> None:
+        """Let each rank attend its own heads to whatever it holds, in every layer but the first `num_right_layers`."""
+        decode = self._kvpp.transfers.decode  # type: ignore[attr-defined]
+        attend, choose = type(decode).attend, type(decode).choose
+        right = {place.name for place in decode._places[:num_right_layers]}
+
+        def attend_here(name: str, query: Any, attend_all: Any) -> Any:
+            if name in right:
+                return attend(decode, name, query, attend_all)
+            decode._next_place(name)
+            return attend_all(torch.cat(tuple(query), dim=-1))
+
+        def choose_here(name: str, choices: Any, score: Any) -> Any:
+            if name in right:
+                return choose(decode, name, choices, score)
+            decode._next_place(name)
+            return score()
+
+        decode.attend, decode.choose = attend_here, choose_here
+
+    def restore_decode(self) -> None:
+        """Let every layer attend at its owner again."""
+        decode = self._kvpp.transfers.decode  # type: ignore[attr-defined]
+        del decode.attend, decode.choose
+
     def start_trace(self) -> None:
         """Begin to note what runs when, on every thread."""
         self._trace = torch.profiler.profile(

@@ -104,6 +104,8 @@ class SparseMLAImpl(CPUMLAImpl):
 
     is_sparse = True
     supports_dense_mha_prefill = False
+    # The head count is the query's.
+    kvpp_attends_all_heads = True
 
     def __init__(self, *args: Any, topk_indices_buffer: torch.Tensor, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

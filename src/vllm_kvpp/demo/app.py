@@ -96,8 +96,8 @@ class Demo:
             server=measured,
             reports=reports,
             broken_answers=broken_answers,
-            broken_bytes=sum(report.transferred_bytes for report in broken_reports)
-            - sum(report.transferred_bytes for report in reports),
+            broken_bytes=sum(report.moved_bytes for report in broken_reports)
+            - sum(report.moved_bytes for report in reports),
             mended_answers=mended_answers,
         )
 

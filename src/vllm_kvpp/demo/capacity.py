@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpp.plan import NUM_SCRATCH_BUFFERS, LayerCache, fit_num_blocks, plan_cache
+from vllm_kvpp.plan import NUM_SCRATCH_BUFFERS, LayerCache, fit_num_blocks, plan_cache, plan_exchange, plan_tail
+from vllm_kvpp.selection import QueryShape
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class ModelShape:
     num_layers: int
     num_heads: int
     latent_dim: int
+    output_dim: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ def read_shape(config_path: Path) -> ModelShape:
         num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],
         latent_dim=config["kv_lora_rank"] + config["qk_rope_head_dim"],
+        output_dim=config["kv_lora_rank"],
     )
 
 
@@ -44,9 +47,16 @@ def expect_capacity(
         LayerCache(f"model.layers.{number}.self_attn.attn", page_size_bytes) for number in range(shape.num_layers)
     ]
     plan = plan_cache(caches, group_size=tp_size)
+    queries = QueryShape(shape.num_heads, tp_size, shape.latent_dim, shape.output_dim, dtype_bytes)
+    exchange_bytes = plan_exchange(queries, kv_cache_bytes)
+    # The ranks of one machine share memory.
+    tail_bytes = exchange_bytes + min(
+        plan_tail(plan, rank, kv_cache_bytes - exchange_bytes, transfer="auto", shares_memory=True)
+        for rank in range(tp_size)
+    )
     most_owned_layers = -(-shape.num_layers // tp_size)
     return ExpectedCapacity(
         num_blocks_off=kv_cache_bytes // plan.full_bytes_per_block,
-        num_blocks_on=min(fit_num_blocks(plan, rank, kv_cache_bytes) for rank in range(tp_size)),
+        num_blocks_on=min(fit_num_blocks(plan, rank, kv_cache_bytes, tail_bytes) for rank in range(tp_size)),
         formula_factor=shape.num_layers / (most_owned_layers + NUM_SCRATCH_BUFFERS),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from vllm_kvpp.demo.client import Answer
-from vllm_kvpp.demo.results import DemoResult
+from vllm_kvpp.demo.results import DemoResult, RankReport
 
 MIN_ACCURACY = 0.95
 # Broken transfers have to spoil most answers, not just some.
@@ -111,18 +111,29 @@ def _check_transfers(result: DemoResult) -> Iterator[str]:
     if len(reports) != result.tp_size:
         yield f"{len(reports)} ranks have sent a report, but there are {result.tp_size}."
     for report in reports:
-        rank = f"Rank {report.group_rank}"
-        if report.transfers == 0 or report.transferred_bytes == 0:
-            yield f"{rank} has moved nothing ({report.transfers} transfers, {report.transferred_bytes} bytes)."
-        if report.transfers != report.steps_with_history * report.num_layers:
-            yield (
-                f"{rank} counts {report.transfers} transfers for {report.steps_with_history} steps with history of "
-                f"{report.num_layers} layers."
-            )
-        if report.steps_without_history <= 0:
-            yield f"{rank} has seen no step without history, so it is not shown that such a step moves nothing."
-    if len({(report.steps, report.transfers, report.transferred_bytes) for report in reports}) > 1:
+        yield from _check_report(report)
+    if len({(report.steps, report.transfers, report.transferred_bytes, report.exchanges) for report in reports}) > 1:
         yield "The ranks do not count the same steps, transfers and bytes."
+
+
+def _check_report(report: RankReport) -> Iterator[str]:
+    rank = f"Rank {report.group_rank}"
+    if report.moved_bytes == 0:
+        yield f"{rank} has moved nothing."
+    if report.transfers != report.steps_with_transfers * report.num_layers:
+        yield (
+            f"{rank} counts {report.transfers} transfers in {report.steps_with_transfers} steps of "
+            f"{report.num_layers} layers."
+        )
+    if report.exchanges != report.steps_at_owner * report.num_layers:
+        yield (
+            f"{rank} counts {report.exchanges} exchanges in {report.steps_at_owner} steps of {report.num_layers} "
+            "layers."
+        )
+    if report.steps_with_transfers + report.steps_at_owner < report.steps_with_history:
+        yield f"{rank} has seen steps with history in which nothing travelled."
+    if report.steps_without_history <= 0:
+        yield f"{rank} has seen no step without history, so it is not shown that such a step moves nothing."
 
 
 def _describe_share(result: DemoResult, answers: Sequence[Answer]) -> str:

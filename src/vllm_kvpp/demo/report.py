@@ -73,10 +73,12 @@ def _list_answer_rows(result: DemoResult) -> tuple[tuple[str, ...], ...]:
 def _list_run_rows(result: DemoResult) -> tuple[tuple[str, ...], ...]:
     off, on, report = result.off, result.on.server, result.on.reports[0]
     return (
-        ("layer transfers, on rank 0", NOTHING, f"{report.transfers:,}", NOTHING),
-        ("  bytes moved", NOTHING, f"{report.transferred_bytes:,}", f"{result.on.broken_bytes:,}"),
-        ("  steps with history", NOTHING, f"{report.steps_with_history:,}", NOTHING),
-        ("  steps without, no transfer", NOTHING, f"{report.steps_without_history:,}", NOTHING),
+        ("bytes moved, on rank 0", NOTHING, f"{report.moved_bytes:,}", f"{result.on.broken_bytes:,}"),
+        ("  history, in layer transfers", NOTHING, f"{report.transferred_bytes:,}", NOTHING),
+        ("  queries to owners, outputs", NOTHING, f"{report.exchanged_bytes:,}", NOTHING),
+        ("steps with history", NOTHING, f"{report.steps_with_history:,}", NOTHING),
+        ("  of which decode at the owner", NOTHING, f"{report.steps_at_owner:,}", NOTHING),
+        ("steps without, nothing moved", NOTHING, f"{report.steps_without_history:,}", NOTHING),
         ("seconds to start", f"{off.start_seconds:.0f}", f"{on.start_seconds:.0f}", NOTHING),
         ("seconds to answer", f"{off.answer_seconds:.1f}", f"{on.answer_seconds:.1f}", NOTHING),
     )

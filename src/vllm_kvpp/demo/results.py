@@ -20,13 +20,22 @@ class RankReport:
     num_blocks: int
     steps: int
     steps_with_history: int
+    steps_with_transfers: int
     transfers: int
     transferred_bytes: int
+    steps_at_owner: int
+    exchanges: int
+    exchanged_bytes: int
 
     @property
     def steps_without_history(self) -> int:
         """Steps that read nothing of the cache, so that nothing had to be moved."""
         return self.steps - self.steps_with_history
+
+    @property
+    def moved_bytes(self) -> int:
+        """Everything that travelled: history, decode queries and outputs."""
+        return self.transferred_bytes + self.exchanged_bytes
 
 
 @dataclass(frozen=True)
@@ -99,8 +108,12 @@ def parse_report(report: Any) -> RankReport:
             num_blocks=report["num_blocks"],
             steps=counters["steps"],
             steps_with_history=counters["steps_with_history"],
+            steps_with_transfers=counters["steps_with_transfers"],
             transfers=counters["transfers"],
             transferred_bytes=counters["transferred_bytes"],
+            steps_at_owner=counters["steps_at_owner"],
+            exchanges=counters["exchanges"],
+            exchanged_bytes=counters["query_bytes"] + counters["output_bytes"],
         )
     except (KeyError, TypeError) as error:
         raise DemoError(f"KVPP's report has an unexpected form ({error!r}): {str(report)[:500]}") from error

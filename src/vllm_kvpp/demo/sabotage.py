@@ -49,13 +49,14 @@ class SabotageExtension(CacheMeterExtension):
         """Move nothing from here on."""
         transfers = self._kvpp.transfers
         if not isinstance(transfers.transport, NoTransport):
-            self._demo_transport = transfers.transport
-            transfers.transport = NoTransport()
+            self._demo_transport, self._demo_decode = transfers.transport, transfers.decode
+            # Without decode at the owner, history has to be moved, and is not.
+            transfers.transport, transfers.decode = NoTransport(), None
         return {"transport": type(transfers.transport).__name__}
 
     def demo_mend_transfers(self) -> dict[str, str]:
         """Take the real transport back."""
         transfers = self._kvpp.transfers
         if isinstance(transfers.transport, NoTransport):
-            transfers.transport = self._demo_transport
+            transfers.transport, transfers.decode = self._demo_transport, self._demo_decode
         return {"transport": type(transfers.transport).__name__}

@@ -92,16 +92,16 @@ def place(plan: CachePlan, group_rank: int, num_blocks: int, tail_bytes: int = 0
         is_owned = owner_rank == group_rank
         start = scratch[scratch_index(target_index)].offset
         if is_owned:
-            start = _align(cursor, RANGE_ALIGNMENT_BYTES)
+            start = align_range(cursor)
             cursor = start + num_bytes
         components = _place_in_sequence(bundle.components, start, num_blocks)
         bundles.append(PlacedBundle(bundle, owner_rank, is_owned, ByteRange(start, num_bytes), components))
     drafts: list[PlacedCache] = []
     for cache in plan.draft_caches:
-        (placed,) = _place_in_sequence((cache,), _align(cursor, RANGE_ALIGNMENT_BYTES), num_blocks)
+        (placed,) = _place_in_sequence((cache,), align_range(cursor), num_blocks)
         cursor = placed.range.end
         drafts.append(placed)
-    tail = ByteRange(_align(cursor, RANGE_ALIGNMENT_BYTES) if tail_bytes else cursor, tail_bytes)
+    tail = ByteRange(align_range(cursor) if tail_bytes else cursor, tail_bytes)
     return Placement(num_blocks, tuple(bundles), tuple(drafts), scratch, tail)
 
 
@@ -131,6 +131,11 @@ def _place_in_sequence(caches: tuple[LayerCache, ...], start: int, num_blocks: i
         placed.append(PlacedCache(cache, ByteRange(start, num_bytes)))
         start += num_bytes
     return tuple(placed)
+
+
+def align_range(offset: int) -> int:
+    """The first place at or behind `offset` where a persistent range may begin."""
+    return _align(offset, RANGE_ALIGNMENT_BYTES)
 
 
 def _align(offset: int, alignment: int) -> int:

@@ -1,14 +1,22 @@
-"""How much memory gather and scatter get (R-MEM-3: it is inside the budget)."""
+"""How much memory a rank keeps behind its caches to move things through (R-MEM-3: it is inside the budget).
+
+```text
+| caches … | exchange: decode queries and outputs | staging: scattered blocks, or the rest of a page |
+```
+"""
 
 import mmap
 
 from vllm_kvpp.errors import KVPPBudgetError
 from vllm_kvpp.plan.cache_plan import CachePlan
-from vllm_kvpp.selection import TransferMode
+from vllm_kvpp.plan.placement import align_range
+from vllm_kvpp.selection import QueryShape, TransferMode
 
 # Enough for a link to run at its full speed; more would only cost blocks.
 LARGEST_DEFAULT_BYTES = 64 * 1024 * 1024
 DEFAULT_SHARE = 64
+# More rows than a decode step has, as a rule; a step with more moves history instead.
+MOST_EXCHANGE_ROWS = 512
 
 
 def plan_tail(
@@ -31,6 +39,19 @@ def plan_tail(
     if transfer == "full":
         return 0
     return plan_staging(plan, group_rank, available_bytes, asked_bytes)
+
+
+def plan_exchange(queries: QueryShape | None, available_bytes: int) -> int:
+    """The bytes in which one rank exchanges decode queries and outputs; a group takes the smallest of its ranks'.
+
+    `queries` is None where decode rows never attend at the owner; then, and in a budget too small for one row, it is 0.
+    """
+    if queries is None:
+        return 0
+    row_bytes = queries.exchange_row_bytes
+    wanted = min(available_bytes // DEFAULT_SHARE, MOST_EXCHANGE_ROWS * row_bytes)
+    # Whole rows, and what lies behind begins where it would without.
+    return align_range(wanted // row_bytes * row_bytes) if wanted >= row_bytes else 0
 
 
 def plan_staging(plan: CachePlan, group_rank: int, available_bytes: int, asked_bytes: int | None) -> int:

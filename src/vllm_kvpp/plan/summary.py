@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_kvpp.plan.cache_plan import CachePlan
 from vllm_kvpp.plan.placement import Placement
-from vllm_kvpp.selection import TransferMode
+from vllm_kvpp.selection import DecodeMode, TransferMode
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,9 @@ class CacheSummary:
     available_bytes: int
     transfer: TransferMode = "auto"
     transport: str = "broadcast"
-    has_staging: bool = False
+    staging_bytes: int = 0
+    decode: DecodeMode = "transfer"
+    exchange_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -32,11 +34,6 @@ class CacheSummary:
         if self.plan.full_bytes_per_block == 0:
             return 0
         return self.available_bytes // self.plan.full_bytes_per_block * self.block_size
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory through which scattered blocks are sent; it is the allocation's tail."""
-        return self.placement.tail.num_bytes if self.has_staging else 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for reports."""
@@ -62,6 +59,8 @@ class CacheSummary:
             "staging_bytes": self.staging_bytes,
             "transfer": self.transfer,
             "transport": self.transport,
+            "decode": self.decode,
+            "exchange_bytes": self.exchange_bytes,
         }
 
     def as_lines(self) -> tuple[str, ...]:
@@ -81,12 +80,19 @@ class CacheSummary:
             f"  memory           {_gib(self.placement.num_bytes)} of {_gib(self.available_bytes)} GiB available,"
             f" {unused:,} bytes unused",
             f"  transfer         {self.transfer}, by {self.transport}, {self._describe_staging()}",
+            f"  decode           {self._describe_decode()}",
         )
 
     def _describe_staging(self) -> str:
-        if not self.has_staging:
+        if self.staging_bytes == 0:
             return "without staging memory"
         return f"through {self.staging_bytes:,} bytes of staging memory"
+
+    def _describe_decode(self) -> str:
+        if self.decode == "transfer":
+            return "moves history"
+        places = "at the owner" if self.decode == "owner" else "at the owner, or moves history, what costs less"
+        return f"{places}; queries and outputs through {self.exchange_bytes:,} bytes"
 
 
 def _span(numbers: tuple[int, ...]) -> str:

@@ -40,10 +40,12 @@ def choose_way(mode: TransferMode, blocks: BlockRuns, shape: StageShape, link: L
     if mode == "auto":
         ways.append(Way.WHOLE)
     # The first of equals, so one that moves fewer bytes.
-    return min(ways, key=lambda way: _estimate(way, blocks, shape, link))
+    return min(ways, key=lambda way: estimate_cost(way, blocks, shape, link))
 
 
-def _estimate(way: Way, blocks: BlockRuns, shape: StageShape, link: LinkTraits) -> float:
+def estimate_cost(way: Way, blocks: BlockRuns, shape: StageShape, link: LinkTraits) -> float:
+    """What one step's transfers cost, in bytes that the link carries in the same time."""
     num_bytes = shape.bytes_moved(way, blocks)
     staging = link.staging_factor * num_bytes if way is Way.STAGED else 0.0
-    return num_bytes + staging + link.call_bytes * shape.count_calls(way, blocks, link.blocks_per_chunk)
+    calls = link.call_bytes * shape.count_calls(way, blocks, link.blocks_per_chunk)
+    return num_bytes + staging + calls + link.layer_bytes * shape.num_layers

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_kvpp.plan import BytesPerBlock, CachePlan, fit_num_blocks, place, plan_cache, plan_tail
+from vllm_kvpp.plan import BytesPerBlock, CachePlan, fit_num_blocks, place, plan_cache, plan_exchange, plan_tail
 from vllm_kvpp.planner.cache_specs import StageCaches
 from vllm_kvpp.planner.errors import PlannerError
-from vllm_kvpp.selection import TransferMode
+from vllm_kvpp.selection import QueryShape, TransferMode
 
 Transport = Literal["broadcast", "shared-memory"]
 
@@ -24,7 +24,7 @@ class RankCapacity:
 
 @dataclass(frozen=True)
 class StageCapacity:
-    """The ranks of one pipeline stage; `tail_bytes` is what each keeps for transfers."""
+    """The ranks of one pipeline stage; `tail_bytes` is what each keeps for transfers and decode queries."""
 
     layers: range
     plan: CachePlan
@@ -93,8 +93,9 @@ def plan_capacity(
     group_size: int,
     transfer: TransferMode = "auto",
     transport: Transport = "broadcast",
+    queries: QueryShape | None = None,
 ) -> Capacity:
-    """Plan every stage as the runtime does.
+    """Plan every stage as the runtime does; `queries` are those that attend at the owners, None where none does.
 
     Raises:
         PlannerError: some rank's memory holds no block.
@@ -103,7 +104,7 @@ def plan_capacity(
         block_size,
         group_size,
         tuple(
-            _plan_stage(stage, available, group_size, transfer, transport)
+            _plan_stage(stage, available, group_size, transfer, transport, plan_exchange(queries, available))
             for stage, available in zip(stages, available_bytes, strict=True)
         ),
     )
@@ -113,10 +114,15 @@ def plan_capacity(
 
 
 def _plan_stage(
-    stage: StageCaches, available_bytes: int, group_size: int, transfer: TransferMode, transport: Transport
+    stage: StageCaches,
+    available_bytes: int,
+    group_size: int,
+    transfer: TransferMode,
+    transport: Transport,
+    exchange_bytes: int,
 ) -> StageCapacity:
     plan = plan_cache(stage.caches, group_size=group_size, draft_names=stage.draft_names)
-    tail_bytes = _keep_for_transfers(plan, available_bytes, transfer, transport)
+    tail_bytes = exchange_bytes + _keep_for_transfers(plan, available_bytes - exchange_bytes, transfer, transport)
     ranks = tuple(
         RankCapacity(
             group_rank=rank,

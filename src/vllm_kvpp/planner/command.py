@@ -2,12 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from vllm_kvpp.planner.document import make_document
 from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.planner.planning import PlanOptions, make_plan
+from vllm_kvpp.planner.plot_file import check_plot, write_plot
 from vllm_kvpp.planner.report import make_report
 
 PLANNED, CANNOT_PLAN = 0, 2
@@ -15,10 +17,14 @@ PLANNED, CANNOT_PLAN = 0, 2
 WIDTH_OF_FILES = 100
 
 
-def run_command(options: PlanOptions, *, as_json: bool) -> int:
-    """Plan, print, and return the exit code: 0, or 2 with one line that says what is wrong and what would do."""
+def run_command(options: PlanOptions, *, as_json: bool, plot: Path | None = None) -> int:
+    """Plan, draw, print, and return the exit code: 0, or 2 with one line that says what is wrong and what would do."""
     try:
+        if plot is not None:
+            check_plot(plot)
         plan = make_plan(options)
+        if plot is not None:
+            write_plot(plan, plot)
     except PlannerError as error:
         print(f"vllm-kvpp plan: {' '.join(str(error).split())}", file=sys.stderr)
         return CANNOT_PLAN

@@ -42,8 +42,16 @@ class ComputeEstimate:
     def layer_seconds(self, number: int, step: Step) -> float:
         """How long layer `number` takes at least: reading its weights and history, or its operations."""
         num_bytes = self._weight_bytes(number, step.num_tokens) + self._history_bytes(number, step)
-        seconds_of_reads = num_bytes / (self.device.bandwidth_gb_s * GB * BANDWIDTH_REACHED)
-        return max(seconds_of_reads, self._operations(number, step) / self._operations_per_second())
+        return max(self._read_seconds(num_bytes), self._operations(number, step) / self._operations_per_second())
+
+    def owner_extra_seconds(self, number: int, step: Step) -> float:
+        """How much longer attention takes at least with the heads of all ranks than with those of one."""
+        reads = self._read_seconds(self._history_bytes(number, step))
+        own = self._attention_operations(step) / self._operations_per_second()
+        return max(reads, own * self.tp_size) - max(reads, own)
+
+    def _read_seconds(self, num_bytes: float) -> float:
+        return num_bytes / (self.device.bandwidth_gb_s * GB * BANDWIDTH_REACHED)
 
     def _operations_per_second(self) -> float:
         is_8_bit = self.weights.precision.expert_bytes == 1.0
@@ -70,14 +78,18 @@ class ComputeEstimate:
     def _operations(self, number: int, step: Step) -> float:
         """Two for each parameter and token, and those of attention: in decode on latents, in prefill on heads."""
         linear = 2.0 * step.num_tokens * self._active_parameters(number)
-        attended = self._count_attended(step) + step.tokens_each / 2
-        attention = 2.0 * step.num_tokens * attended * self._width_attended(step) * self.model.num_heads / self.tp_size
-        total = linear + attention * self.model.attentions_per_layer
+        total = linear + self._attention_operations(step)
         if self._has_indexer(number):
             assert self.model.indexer is not None
             width = self.model.indexer.num_heads * self.model.indexer.head_width
             total += 2.0 * step.num_tokens * (step.history + step.tokens_each / 2) * width
         return total
+
+    def _attention_operations(self, step: Step) -> float:
+        """With one rank's heads."""
+        attended = self._count_attended(step) + step.tokens_each / 2
+        heads = self.model.num_heads / self.tp_size * self.model.attentions_per_layer
+        return 2.0 * step.num_tokens * attended * self._width_attended(step) * heads
 
     def _active_parameters(self, number: int) -> float:
         weights = self.weights

@@ -1,4 +1,4 @@
-"""Where a model's configuration comes from: a folder, a file, or a name of the catalogue."""
+"""Where a model's configuration comes from: a folder, a file, a name of the catalogue, or a hub."""
 
 import json
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvpp.planner.errors import PlannerError
+from vllm_kvpp.planner.hub import HubError, fetch_config, is_hub_id
 
 LARGEST_CONFIG_BYTES = 8 * 1024 * 1024
 # A slash of a hub name, in the name of a file.
@@ -21,17 +22,18 @@ class ConfigFile:
     """A configuration as its file has it.
 
     `source` says where a catalogue entry was copied from. With `has_defaults_only` its values are those of the model
-    class, and no checkpoint's.
+    class, and no checkpoint's. `notes` are remarks for whoever reads the plan.
     """
 
     name: str
     values: Mapping[str, Any]
     source: str | None = None
     has_defaults_only: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def read_config(model: str) -> ConfigFile:
-    """Find and read the configuration of `model`.
+    """Find and read the configuration of `model`; a hub is asked last.
 
     Raises:
         PlannerError: there is none, or it is no JSON object of a sensible size.
@@ -45,7 +47,9 @@ def read_config(model: str) -> ConfigFile:
         is_file = path.is_file()
     except OSError as error:
         raise PlannerError(f"MODEL is {model[:80]!r}, which cannot be read ({error.strerror}); give a path.") from error
-    return ConfigFile(model, _parse(path, model)) if is_file else _read_from_catalogue(model)
+    if is_file:
+        return ConfigFile(model, _parse(path, model))
+    return _read_from_catalogue(model) or _read_from_hub(model)
 
 
 def list_catalogue() -> tuple[str, ...]:
@@ -54,18 +58,31 @@ def list_catalogue() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".json").replace(SLASH, "/", 1) for name in names))
 
 
-def _read_from_catalogue(model: str) -> ConfigFile:
-    known = list_catalogue()
+def _read_from_catalogue(model: str) -> ConfigFile | None:
     # The part behind the slash will do, in any case.
     wanted = model.lower()
-    found = [name for name in known if wanted in (name.lower(), name.rpartition("/")[2].lower())]
+    found = [name for name in list_catalogue() if wanted in (name.lower(), name.rpartition("/")[2].lower())]
     if not found:
-        raise PlannerError(
-            f"MODEL is {model[:80]!r}, which is neither a folder, a config.json nor in the catalogue; give a path, or "
-            f"one of: {', '.join(known)}."
-        )
+        return None
     values = _parse(_catalogue() / f"{found[0].replace('/', SLASH)}.json", found[0])
     return ConfigFile(found[0], values, values.get("_source"), bool(values.get("_defaults_only")))
+
+
+def _read_from_hub(model: str) -> ConfigFile:
+    try:
+        fetched = fetch_config(model) if is_hub_id(model) else None
+    except HubError as error:
+        raise _find_nothing(model, f". As a hub id: {error}") from error
+    if fetched is None:
+        raise _find_nothing(model, "")
+    return ConfigFile(model, _parse(fetched.path, model), notes=(fetched.note,))
+
+
+def _find_nothing(model: str, tried: str) -> PlannerError:
+    return PlannerError(
+        f"MODEL is {model[:80]!r}, which is neither a folder, a config.json nor in the catalogue{tried}; give a path, "
+        f"or one of: {', '.join(list_catalogue())}."
+    )
 
 
 def _catalogue() -> Traversable:

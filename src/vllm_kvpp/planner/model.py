@@ -66,7 +66,7 @@ def read_model(config: ConfigFile) -> MLAModel:
         dtype=dtype,
         largest_length=fields.optional_number("max_position_embeddings", minimum=1),
         fields=fields,
-        notes=(*_note_defaults(config), *indexer_notes, *dtype_notes),
+        notes=(*config.notes, *_note_defaults(config), *indexer_notes, *dtype_notes),
     )
 
 

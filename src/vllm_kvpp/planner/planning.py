@@ -14,6 +14,7 @@ from vllm_kvpp.planner.cache_specs import (
 from vllm_kvpp.planner.capacity import Capacity, Transport, plan_capacity
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
 from vllm_kvpp.planner.config_file import read_config
+from vllm_kvpp.planner.decode import OwnerDecode, describe_queries, plan_owner_decode
 from vllm_kvpp.planner.devices import Device, Link, find_device, find_link
 from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.planner.memory import StageMemory, estimate_memory, parse_memory
@@ -21,7 +22,7 @@ from vllm_kvpp.planner.model import MLAModel, read_model
 from vllm_kvpp.planner.parallel import Parallelism, split_model
 from vllm_kvpp.planner.traffic import StepTraffic, plan_traffic
 from vllm_kvpp.planner.weights import read_weights
-from vllm_kvpp.selection import TransferMode
+from vllm_kvpp.selection import DecodeMode, TransferMode
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,13 @@ class PlanOptions:
     num_batched_tokens: int = 8192
     link: str | None = None
     transfer: TransferMode = "auto"
+    decode: DecodeMode = "auto"
     transport: Transport = "broadcast"
+
+    @property
+    def keeps_exchange(self) -> bool:
+        """Whether ranks keep memory for decode queries: if asked, and on CPUs, whose backends attend all heads."""
+        return self.decode == "owner" or (self.decode == "auto" and self.transport == "shared-memory")
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Plan:
     capacity: Capacity
     dcp_refusal: str | None
     steps: tuple[StepTraffic, ...]
+    owner_decode: OwnerDecode | None
     notes: tuple[str, ...]
 
     @property
@@ -116,8 +124,16 @@ def make_plan(options: PlanOptions) -> Plan:
         PlannerError: in one line, what cannot be planned and what would do.
     """
     _check_names(options)
+    return plan_model(read_model(read_config(options.model)), options)
+
+
+def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
+    """Plan a deployment of a model that has been read, whatever `options.model` says.
+
+    Raises:
+        PlannerError: as `make_plan`.
+    """
     device = find_device(options.gpu) if options.gpu is not None else None
-    model = read_model(read_config(options.model))
     parallelism = split_model(
         model,
         tp_size=options.tp_size,
@@ -128,7 +144,7 @@ def make_plan(options: PlanOptions) -> Plan:
     kv_cache_dtype, notes = resolve_cache_dtype(options.kv_cache_dtype, model, device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     latent = choose_latent_form(model, kv_cache_dtype, dtype)
-    memories, capacity = _plan_memory(options, model, parallelism, device, latent)
+    memories, capacity = _plan_memory(options, model, parallelism, device, dtype, latent)
     plan = Plan(
         options=options,
         model=model,
@@ -141,13 +157,39 @@ def make_plan(options: PlanOptions) -> Plan:
         capacity=capacity,
         dcp_refusal=_refuse_dcp(model, kv_cache_dtype),
         steps=(),
+        owner_decode=None,
         notes=(*model.notes, *notes),
     )
-    return replace(plan, steps=_plan_steps(plan, latent.bytes_per_token))
+    return replace(plan, steps=plan_steps(plan), owner_decode=_plan_owner_decode(plan))
+
+
+def plan_steps(plan: Plan) -> tuple[StepTraffic, ...]:
+    """What a decode step and a prefill chunk move and how long that takes, with the context that `plan.options` has."""
+    compute = _estimate_compute(plan)
+    return tuple(
+        plan_traffic(plan.capacity, step, plan.options.transfer, link=plan.link, compute=compute)
+        for step in _list_steps(plan)
+    )
+
+
+def _plan_owner_decode(plan: Plan) -> OwnerDecode | None:
+    queries = describe_queries(plan.model, plan.parallelism, plan.dtype)
+    if queries is None or plan.options.decode == "transfer":
+        return None
+    compute = _estimate_compute(plan)
+    decode_steps = [step for step in _list_steps(plan) if step.tokens_each == 1]
+    if not decode_steps:
+        return None
+    return plan_owner_decode(plan.capacity, plan.model, queries, decode_steps[0], link=plan.link, compute=compute)
 
 
 def _plan_memory(
-    options: PlanOptions, model: MLAModel, parallelism: Parallelism, device: Device | None, latent: CacheForm
+    options: PlanOptions,
+    model: MLAModel,
+    parallelism: Parallelism,
+    device: Device | None,
+    dtype: str,
+    latent: CacheForm,
 ) -> tuple[tuple[StageMemory, ...], Capacity]:
     stages = list_stage_caches(
         model,
@@ -164,16 +206,9 @@ def _plan_memory(
         group_size=parallelism.group_size,
         transfer=options.transfer,
         transport=options.transport,
+        queries=describe_queries(model, parallelism, dtype) if options.keeps_exchange else None,
     )
     return memories, capacity
-
-
-def _plan_steps(plan: Plan, latent_bytes: int) -> tuple[StepTraffic, ...]:
-    compute = _estimate_compute(plan.device, plan.model, plan.parallelism, latent_bytes)
-    return tuple(
-        plan_traffic(plan.capacity, step, plan.options.transfer, link=plan.link, compute=compute)
-        for step in _list_steps(plan)
-    )
 
 
 def _check_names(options: PlanOptions) -> None:
@@ -186,6 +221,8 @@ def _check_names(options: PlanOptions) -> None:
         )
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise PlannerError(f"--dtype is {options.dtype[:40]!r}; use auto, {', '.join(DTYPES)}.")
+    if options.gpu is not None:
+        find_device(options.gpu)
     if options.draft not in (None, "mtp"):
         raise PlannerError(f"--draft is {str(options.draft)[:40]!r}; the plan knows mtp only, or leave it out.")
 
@@ -212,12 +249,12 @@ def _find_memory(
     )
 
 
-def _estimate_compute(
-    device: Device | None, model: MLAModel, parallelism: Parallelism, latent_bytes: int
-) -> ComputeEstimate | None:
-    if device is None:
+def _estimate_compute(plan: Plan) -> ComputeEstimate | None:
+    if plan.device is None:
         return None
-    return ComputeEstimate(device, model, read_weights(model), parallelism.tp_size, latent_bytes)
+    latent = choose_latent_form(plan.model, plan.kv_cache_dtype, plan.dtype)
+    weights = read_weights(plan.model)
+    return ComputeEstimate(plan.device, plan.model, weights, plan.parallelism.tp_size, latent.bytes_per_token)
 
 
 def _refuse_dcp(model: MLAModel, kv_cache_dtype: str) -> str | None:

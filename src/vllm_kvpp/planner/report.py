@@ -8,10 +8,10 @@ from rich.text import Text
 
 from vllm_kvpp.planner.capacity import StageCapacity
 from vllm_kvpp.planner.compute import BANDWIDTH_REACHED, OPERATIONS_REACHED
-from vllm_kvpp.planner.devices import GIB
+from vllm_kvpp.planner.devices import GIB, LINK_REACHED
 from vllm_kvpp.planner.memory import RUNTIME_SHARE
 from vllm_kvpp.planner.planning import Plan
-from vllm_kvpp.planner.traffic import LINK_REACHED, StepTraffic
+from vllm_kvpp.planner.traffic import StepTraffic
 from vllm_kvpp.planner.verdict import describe_verdicts
 
 NOTHING = "–"
@@ -32,17 +32,19 @@ def make_report(plan: Plan) -> Group:
     return Group(*parts)
 
 
-def _make_head(plan: Plan) -> Text:
+def describe_setting(plan: Plan) -> str:
+    """How the model is split and its cache stored, in one line."""
     parallelism = plan.parallelism
     groups = f"tp {parallelism.tp_size}"
     if parallelism.pcp_size > 1:
         groups += f" × pcp {parallelism.pcp_size}"
     if len(parallelism.partition) > 1:
         groups += f", pp {len(parallelism.partition)} ({' + '.join(map(str, parallelism.partition))} layers)"
-    return Text(
-        f"{plan.model.name} ({plan.model.architecture})\n{groups}, kv-cache-dtype {_name_dtype(plan)}, blocks of "
-        f"{plan.capacity.block_size} tokens\n{_describe_memory(plan)}"
-    )
+    return f"{groups}, kv-cache-dtype {_name_dtype(plan)}, blocks of {plan.capacity.block_size} tokens"
+
+
+def _make_head(plan: Plan) -> Text:
+    return Text(f"{plan.model.name} ({plan.model.architecture})\n{describe_setting(plan)}\n{_describe_memory(plan)}")
 
 
 def _name_dtype(plan: Plan) -> str:
@@ -110,7 +112,7 @@ def _make_traffic_table(plan: Plan) -> Table:
         step = traffic.step
         requests, tokens = _count(step.num_requests, "request"), _count(step.num_tokens, "new token")
         table.add_column(f"{step.name}, {requests},\n{tokens}", justify="right")
-    for row in _list_traffic_rows(plan.steps):
+    for row in (*_list_traffic_rows(plan.steps), *_list_owner_rows(plan)):
         table.add_row(*row)
     return table
 
@@ -124,6 +126,18 @@ def _list_traffic_rows(steps: Sequence[StepTraffic]) -> tuple[tuple[str, ...], .
         ("time on the link", *(_ms(traffic.transfer_seconds) for traffic in steps)),
         ("compute, estimated", *(_ms(traffic.exposure.compute if traffic.exposure else None) for traffic in steps)),
         ("exposed", *(_ms(traffic.exposure.exposed if traffic.exposure else None) for traffic in steps)),
+    )
+
+
+def _list_owner_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    decode = plan.owner_decode
+    if decode is None:
+        return ()
+    rest = (NOTHING,) * (len(plan.steps) - 1)
+    return (
+        ("at the owner instead: moved", _mb(decode.moved_bytes), *rest),
+        ("  time on the link", _ms(decode.link_seconds), *rest),
+        ("  exposed", _ms(decode.exposed_seconds), *rest),
     )
 
 
@@ -143,6 +157,11 @@ def _list_assumptions(plan: Plan) -> tuple[str, ...]:
         lines.append(
             f"Compute: {BANDWIDTH_REACHED:.0%} of the memory rate and {OPERATIONS_REACHED:.0%} of the operations of "
             "the data sheet, without launches and collectives: real layers take longer and hide more."
+        )
+    if plan.owner_decode is not None and plan.options.transport != "shared-memory":
+        lines.append(
+            "Decode at the owner needs an attention backend that attends all heads at once. None on a device has been "
+            "shown to, so decode moves history there for now."
         )
     return tuple(lines)
 

@@ -1,16 +1,14 @@
 """What one forward moves, how long that takes on a link, and how much of it stands behind compute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vllm_kvpp.plan import StageShape, choose_way
+from vllm_kvpp.plan import LayerBundle, StageShape, choose_way
 from vllm_kvpp.planner.capacity import Capacity, StageCapacity
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
-from vllm_kvpp.planner.devices import GB, Link
+from vllm_kvpp.planner.devices import Link, seconds_on_link
 from vllm_kvpp.selection import BlockRuns, LinkTraits, TransferMode, Way
-
-# The share of a link's published rate that a broadcast reaches.
-LINK_REACHED = 0.8
 
 
 @dataclass(frozen=True)
@@ -50,23 +48,27 @@ def plan_traffic(
     """Count what a step moves and, with a link and an estimate of compute, how long compute waits for it."""
     num_active_blocks = step.num_requests * -(-step.history // capacity.block_size)
     active = BlockRuns(((0, num_active_blocks),)) if num_active_blocks else BlockRuns()
-    shapes = [_shape(stage, capacity.num_blocks) for stage in capacity.stages]
+    shapes = [_describe(stage.plan.bundles, capacity.num_blocks) for stage in capacity.stages]
     # Calls are left out: how the blocks of a batch lie is not known beforehand.
     ways = [choose_way(mode, active, shape, LinkTraits(call_bytes=0)) for shape in shapes]
-    moved = [_count_moved(way, num_active_blocks, capacity.num_blocks) for way in ways]
+    moved = [
+        _count_by_layer(stage, way, active, capacity.num_blocks)
+        for stage, way in zip(capacity.stages, ways, strict=True)
+    ]
+    # All receivers get their copy at the rate of the link, one layer at a time.
+    seconds = [[seconds_on_link(num_bytes, link) for num_bytes in stage] for stage in moved] if link else None
     return StepTraffic(
         step=step,
         num_active_blocks=num_active_blocks,
         active_bytes=sum(shape.bytes_moved(Way.RUNS, active) for shape in shapes),
         whole_bytes=sum(shape.bytes_moved(Way.WHOLE, active) for shape in shapes),
-        moved_bytes=sum(shape.bytes_moved(way, active) for shape, way in zip(shapes, ways, strict=True)),
-        transfer_seconds=_sum_seconds(capacity, moved, link),
-        exposure=_estimate_exposure(capacity, moved, link, compute, step),
+        moved_bytes=sum(map(sum, moved)),
+        transfer_seconds=sum(map(sum, seconds)) if seconds is not None else None,
+        exposure=_estimate_exposure(capacity, seconds, compute, step),
     )
 
 
-def _shape(stage: StageCapacity, num_blocks: int) -> StageShape:
-    bundles = stage.plan.bundles
+def _describe(bundles: Sequence[LayerBundle], num_blocks: int) -> StageShape:
     return StageShape(
         num_blocks=num_blocks,
         num_layers=len(bundles),
@@ -75,30 +77,19 @@ def _shape(stage: StageCapacity, num_blocks: int) -> StageShape:
     )
 
 
-def _count_moved(way: Way, num_active_blocks: int, num_blocks: int) -> int:
-    return num_blocks if way is Way.WHOLE and num_active_blocks else num_active_blocks
-
-
-def _list_seconds(stage: StageCapacity, num_blocks: int, link: Link) -> list[float]:
-    """Every layer's transfer: all receivers get their copy at the rate of the link, one layer at a time."""
-    rate = link.gb_s * GB * (1.0 if link.is_measured else LINK_REACHED)
-    return [bundle.page_size_bytes * num_blocks / rate for bundle in stage.plan.bundles]
-
-
-def _sum_seconds(capacity: Capacity, moved: list[int], link: Link | None) -> float | None:
-    if link is None:
-        return None
-    return sum(sum(_list_seconds(stage, num, link)) for stage, num in zip(capacity.stages, moved, strict=True))
+def _count_by_layer(stage: StageCapacity, way: Way, active: BlockRuns, num_blocks: int) -> list[int]:
+    """The bytes of every layer's transfer, by the runtime's own count."""
+    return [_describe((bundle,), num_blocks).bytes_moved(way, active) for bundle in stage.plan.bundles]
 
 
 def _estimate_exposure(
-    capacity: Capacity, moved: list[int], link: Link | None, compute: ComputeEstimate | None, step: Step
+    capacity: Capacity, seconds: list[list[float]] | None, compute: ComputeEstimate | None, step: Step
 ) -> Exposure | None:
-    if link is None or compute is None:
+    if seconds is None or compute is None:
         return None
     parts = [
-        _expose_stage(_list_seconds(stage, num, link), [compute.layer_seconds(number, step) for number in stage.layers])
-        for stage, num in zip(capacity.stages, moved, strict=True)
+        _expose_stage(transfers, [compute.layer_seconds(number, step) for number in stage.layers])
+        for stage, transfers in zip(capacity.stages, seconds, strict=True)
     ]
     return Exposure(
         transfer=sum(part.transfer for part in parts),

@@ -12,14 +12,14 @@ class RequestUpdate:
     """What the scheduler says of one request: tokens computed so far, and blocks.
 
     `block_ids` follow the request's known blocks, or take their place if `replaces_blocks`. Only a request with
-    `is_scheduled` takes part in the step.
+    `num_tokens` to compute takes part in the step.
     """
 
     request_id: str
     num_computed_tokens: int
     block_ids: Sequence[int] = ()
     replaces_blocks: bool = False
-    is_scheduled: bool = True
+    num_tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,73 @@ class ScheduleUpdate:
 
 
 @dataclass(frozen=True)
+class StepRequest:
+    """One request of a step: tokens to compute, tokens computed before, and its blocks, the first for these."""
+
+    num_tokens: int
+    num_computed_tokens: int
+    num_history_blocks: int
+    blocks: Sequence[int]
+
+    @property
+    def history_blocks(self) -> Sequence[int]:
+        """The blocks of the tokens computed before."""
+        return self.blocks[: self.num_history_blocks]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The part of a batch that attends by the decode path: whole requests, and their tokens, one row each."""
+
+    num_requests: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class DecodeShare:
+    """What a step has to do if its decode rows attend at the owners.
+
+    `num_attended_tokens` is the number of pairs of a row and a token that it attends to; `other_blocks` hold the
+    history of the other requests, of which `has_others` says whether there are any.
+    """
+
+    num_rows: int
+    num_attended_tokens: int
+    other_blocks: BlockRuns
+    has_others: bool
+
+
+@dataclass(frozen=True)
 class Step:
-    """One forward: the blocks that hold its requests' history."""
+    """One forward: its requests, and the blocks that hold their history."""
 
     active_blocks: BlockRuns = field(default_factory=BlockRuns)
+    requests: Sequence[StepRequest] = ()
 
     @property
     def has_history(self) -> bool:
         """Whether any scheduled request reads tokens of an earlier forward (R-RUN-1)."""
         return bool(self.active_blocks)
+
+    def split_decodes(self, rows: DecodeRows) -> DecodeShare | None:
+        """Find the requests that decode: those with the fewest tokens.
+
+        Returns None if the schedule leaves open which they are, because another has as few, or if it says something
+        else than `rows`. Whoever asks on another rank gets the same answer.
+        """
+        ordered = sorted(self.requests, key=lambda request: request.num_tokens)
+        decodes, others = ordered[: rows.num_requests], ordered[rows.num_requests :]
+        is_open = bool(decodes and others) and decodes[-1].num_tokens == others[0].num_tokens
+        if is_open or sum(request.num_tokens for request in decodes) != rows.num_rows or rows.num_rows == 0:
+            return None
+        return DecodeShare(
+            num_rows=rows.num_rows,
+            num_attended_tokens=sum(
+                request.num_tokens * (request.num_computed_tokens + request.num_tokens) for request in decodes
+            ),
+            other_blocks=BlockRuns.of(block for request in others for block in request.history_blocks),
+            has_others=bool(others),
+        )
 
 
 class BlockTables:
@@ -51,7 +109,7 @@ class BlockTables:
         # Most decode steps read the same blocks as the one before: the last answer, and what it was an answer to.
         self._version = 0
         self._last_question: tuple[int, tuple[tuple[str, int], ...]] = (0, ())
-        self._last_step = Step()
+        self._last_blocks = BlockRuns()
 
     def advance(self, update: ScheduleUpdate) -> Step:
         """Take over one output, and say what its step reads: the first blocks of each request, up to its history.
@@ -63,13 +121,18 @@ class BlockTables:
             self._blocks.pop(request_id, None)
         for request in update.requests:
             self._take_blocks(request)
-        return self._find_step(
-            tuple(
-                (request.request_id, -(-request.num_computed_tokens // self._block_size))
-                for request in update.requests
-                if request.is_scheduled and request.num_computed_tokens > 0
+        requests = tuple(self._describe(request) for request in update.requests if request.num_tokens > 0)
+        return Step(self._gather_blocks(update, requests), requests)
+
+    def _describe(self, request: RequestUpdate) -> StepRequest:
+        count = -(-request.num_computed_tokens // self._block_size)
+        blocks = self._blocks[request.request_id]
+        if count > len(blocks):
+            raise KVPPOrderError(
+                f"The history of request {request.request_id} takes {count} blocks of {self._block_size} tokens, but "
+                f"the scheduler has named {len(blocks)}."
             )
-        )
+        return StepRequest(request.num_tokens, request.num_computed_tokens, count, blocks)
 
     def _take_blocks(self, request: RequestUpdate) -> None:
         if request.replaces_blocks:
@@ -81,20 +144,11 @@ class BlockTables:
             # Blocks behind the history do not change what was read so far.
             self._blocks[request.request_id] += request.block_ids
 
-    def _find_step(self, num_blocks: tuple[tuple[str, int], ...]) -> Step:
-        question = (self._version, num_blocks)
+    def _gather_blocks(self, update: ScheduleUpdate, requests: Sequence[StepRequest]) -> BlockRuns:
+        names = (request.request_id for request in update.requests if request.num_tokens > 0)
+        counts = (request.num_history_blocks for request in requests)
+        question = (self._version, tuple(zip(names, counts, strict=True)))
         if question != self._last_question:
-            blocks: set[int] = set()
-            for request_id, count in num_blocks:
-                blocks.update(self._history_blocks(request_id, count))
-            self._last_question, self._last_step = question, Step(BlockRuns.of(blocks))
-        return self._last_step
-
-    def _history_blocks(self, request_id: str, count: int) -> Sequence[int]:
-        blocks = self._blocks[request_id]
-        if count > len(blocks):
-            raise KVPPOrderError(
-                f"The history of request {request_id} takes {count} blocks of {self._block_size} tokens, but the "
-                f"scheduler has named {len(blocks)}."
-            )
-        return blocks[:count]
+            blocks = {block for request in requests for block in request.history_blocks}
+            self._last_question, self._last_blocks = question, BlockRuns.of(blocks)
+        return self._last_blocks

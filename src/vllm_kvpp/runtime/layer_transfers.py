@@ -5,7 +5,8 @@ step(history) ── start_forward ── before_layer(0) ── before_layer(1)
                  start 0          wait 0, start 1    wait 1, start 2         wait L-1             all seen? reset
 ```
 
-Whether and what to transfer follows from the step and the plan alone, so every rank decides alike.
+Whether and what to transfer follows from the step and the plan alone, so every rank decides alike. Where decode rows
+attend at the owners (`owner_decode`), the history of the other requests is transferred, or nothing.
 """
 
 from collections import deque
@@ -18,8 +19,9 @@ import torch
 from vllm_kvpp.errors import KVPPOrderError, KVPPTransferError
 from vllm_kvpp.plan.transfer_way import StageShape, choose_way
 from vllm_kvpp.runtime.counters import TransferCounters
-from vllm_kvpp.runtime.history import Step
-from vllm_kvpp.selection import Selection, TransferMode
+from vllm_kvpp.runtime.history import DecodeRows, Step
+from vllm_kvpp.runtime.owner_decode import OwnerDecode
+from vllm_kvpp.selection import BlockRuns, Selection, TransferMode
 from vllm_kvpp.transport.base import BundleMemory, PendingTransfer, Transport
 
 WAIT_RANGE = "kvpp.wait"
@@ -46,7 +48,8 @@ class LayerTransfers:
     """Runs the transfers of one stage on one rank, one forward at a time.
 
     `layers` are all target layers of the stage in execution order. `group_label` names the group in messages.
-    `transport` and `transfer`, the mode, may be exchanged between steps, on all ranks of the group alike.
+    `decode` is None where decode rows never attend at the owners. `transport` and `transfer`, the mode, may be
+    exchanged between steps, on all ranks of the group alike.
     """
 
     def __init__(
@@ -55,16 +58,19 @@ class LayerTransfers:
         transport: Transport,
         group_label: str,
         transfer: TransferMode = "auto",
+        decode: OwnerDecode | None = None,
     ) -> None:
         self.transport = transport
+        self.decode = decode
         self.transfer: TransferMode = transfer
         self._layers = tuple(layers)
         self._index_by_name = {name: index for index, layer in enumerate(self._layers) for name in layer.names}
-        self._shape = _describe_stage(self._layers)
+        self._shape = describe_stage(self._layers)
         self._group_label = group_label
         self.counters = TransferCounters()
         self._step = Step()
         self._has_started = False
+        self._moved_blocks = BlockRuns()
         self._next_index = 0
         self._pending: PendingTransfer | None = None
         self._unmeasured: deque[PendingTransfer] = deque()
@@ -83,10 +89,11 @@ class LayerTransfers:
         Raises:
             KVPPOrderError: the model ran, but some layer read its cache without having waited for it.
         """
-        assert not self._is_active, "a step began before the last one had ended"
+        assert not self._step.has_history, "a step began before the last one had ended"
         self.counters.steps += 1
         self.counters.steps_with_history += int(step.has_history)
         self._step = step
+        self._moved_blocks = step.active_blocks
         try:
             yield
             self._check_all_layers_waited()
@@ -94,29 +101,44 @@ class LayerTransfers:
             self._reset()
 
     @property
-    def _is_active(self) -> bool:
-        return self._step.has_history
+    def asks_for_rows(self) -> bool:
+        """Whether the forward that is about to start may attend decode rows at the owners."""
+        return self.decode is not None and self._step.has_history
 
-    def start_forward(self) -> None:
-        """Start the first layer's transfer; called when the model's inputs and caches are ready, before it runs."""
-        if not self._is_active:
+    def start_forward(self, rows: DecodeRows | None = None) -> None:
+        """Start the first layer's transfer; called when the model's inputs and caches are ready, before it runs.
+
+        `rows` are the batch's decode rows, None if they are not known.
+
+        Raises:
+            KVPPOrderError: the model has run in this step before.
+            KVPPTransferError: another rank is gone or stuck.
+        """
+        if not self._step.has_history:
             return
         if self._has_started:
             raise KVPPOrderError("The model ran twice in one step; KVPP brings a step's caches once.")
         self._has_started = True
-        if self._layers:
-            with self._named_failure(self._layers[0]):
-                self.transport.prepare(self._select())
+        self._moved_blocks = self._find_moved_blocks(rows)
+        if not self._moved_blocks or not self._layers:
+            return
+        self.counters.steps_with_transfers += 1
+        with self._named_failure(self._layers[0]):
+            self.transport.prepare(self._select())
         self._start_next()
 
+    def _find_moved_blocks(self, rows: DecodeRows | None) -> BlockRuns:
+        share = self.decode.begin(self._step, rows, self.transfer, self.counters) if self.decode is not None else None
+        return self._step.active_blocks if share is None else share.other_blocks
+
     def _select(self) -> Selection:
-        blocks = self._step.active_blocks
+        blocks = self._moved_blocks
         return Selection(choose_way(self.transfer, blocks, self._shape, self.transport.traits), blocks)
 
     def before_layer(self, name: str) -> None:
         """Wait for the layer of cache `name`, then start the next layer's transfer.
 
-        Outside a step with history, and for another cache of the layer that has just been waited for, there is nothing
+        In a step without transfers, and for another cache of the layer that has just been waited for, there is nothing
         to do.
 
         Raises:
@@ -124,7 +146,7 @@ class LayerTransfers:
                 have been reached first.
             KVPPTransferError: its transfer failed, or did not finish in time.
         """
-        if not self._is_active:
+        if not self._moved_blocks:
             return
         index = self._index_by_name[name]
         if index == self._next_index - 1:
@@ -187,7 +209,9 @@ class LayerTransfers:
         )
 
     def _check_all_layers_waited(self) -> None:
-        if not self._is_active or self._next_index == len(self._layers):
+        if self.decode is not None:
+            self.decode.check_all_attended()
+        if not self._moved_blocks or self._next_index == len(self._layers):
             return
         raise KVPPOrderError(
             f"{self._layers[self._next_index].label} did not wait for its cache in this step, so its results are "
@@ -196,8 +220,11 @@ class LayerTransfers:
 
     def _reset(self) -> None:
         pending, self._pending = self._pending, None
+        if self.decode is not None:
+            self.decode.reset()
         self._step = Step()
         self._has_started = False
+        self._moved_blocks = BlockRuns()
         self._next_index = 0
         self._measure()
         if pending is not None:
@@ -212,7 +239,8 @@ class LayerTransfers:
             return
 
 
-def _describe_stage(layers: Sequence[TargetLayer]) -> StageShape:
+def describe_stage(layers: Sequence[TargetLayer]) -> StageShape:
+    """What the layers' bundles hold, all together."""
     memories = [layer.memory for layer in layers]
     return StageShape(
         num_blocks=memories[0].components[0].shape[0] if memories else 0,

@@ -4,16 +4,30 @@ Each rank reads from one pipe per peer. A pipe takes a fraction of the time of a
 writer dies, so that a reader learns of it at once.
 """
 
+import hashlib
 import os
 import select
+import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 # All messages are equally long, and short enough for the system to write each as a whole.
 MESSAGE_BYTES = 12
+
+
+def make_message(subject: str, number: int) -> bytes:
+    """Name what a step does and the place in it, so that no message can be taken for another."""
+    return digest(subject) + struct.pack("<I", number)
+
+
+@lru_cache(maxsize=8)
+def digest(subject: str) -> bytes:
+    """The first bytes of a message about `subject`."""
+    return hashlib.sha256(subject.encode()).digest()[:8]
 
 
 @dataclass(frozen=True)
@@ -83,15 +97,16 @@ class Signals:
         except OSError as error:
             raise RuntimeError(f"group rank {peer} is gone") from error
 
-    def expect(self, message: bytes) -> None:
-        """Wait until every other rank has sent a message, and hold it against what it should be.
+    def expect(self, message: bytes, peers: Collection[int] | None = None) -> None:
+        """Wait until `peers`, or every other rank, have sent a message, and hold it against what it should be.
 
         Raises:
             TimeoutError: not within the limit, with the ranks that are missing.
             RuntimeError: a peer is gone, or has sent something else.
         """
         deadline = time.monotonic() + self._timeout_seconds
-        while missing := [peer for peer, arrived in self._arrived.items() if not arrived]:
+        peers = self.peers if peers is None else peers
+        while missing := [peer for peer in peers if not self._arrived[peer]]:
             # Of all at once: a peer that is gone shows behind one that is only stuck because of it.
             for peer in self._gone.intersection(missing):
                 raise RuntimeError(f"group rank {peer} is gone")
@@ -101,11 +116,10 @@ class Signals:
                 raise TimeoutError(f"nothing from group rank {ranks} within {self._timeout_seconds:g} s")
             for reader, _ in ready:
                 self._receive(reader)
-        for peer, arrived in self._arrived.items():
-            if (received := arrived.popleft()) != message:
+        for peer in peers:
+            if (received := self._arrived[peer].popleft()) != message:
                 raise RuntimeError(
-                    f"group rank {peer} does not move the same blocks in this step ({received.hex()}, not "
-                    f"{message.hex()})"
+                    f"group rank {peer} does not move the same in this step ({received.hex()}, not {message.hex()})"
                 )
 
     def _receive(self, reader: int) -> None:

@@ -8,6 +8,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvpp.runtime.history import BlockTables, RequestUpdate, ScheduleUpdate
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
+from vllm_kvpp.vllm_seam.owner_decode import find_attentions, find_decode_rows
 from vllm_kvpp.vllm_seam.wait_points import attach_waits
 
 
@@ -21,7 +22,7 @@ def describe_schedule(scheduler_output: SchedulerOutput) -> ScheduleUpdate:
             request.num_computed_tokens,
             _take_one_group(request.block_ids),
             replaces_blocks=True,
-            is_scheduled=scheduled.get(request.req_id, 0) > 0,
+            num_tokens=scheduled.get(request.req_id, 0),
         )
         for request in scheduler_output.scheduled_new_reqs
     ]
@@ -31,7 +32,7 @@ def describe_schedule(scheduler_output: SchedulerOutput) -> ScheduleUpdate:
             num_computed_tokens,
             _take_one_group(block_ids),
             replaces_blocks=request_id in cached.resumed_req_ids,
-            is_scheduled=scheduled.get(request_id, 0) > 0,
+            num_tokens=scheduled.get(request_id, 0),
         )
         for request_id, num_computed_tokens, block_ids in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -66,7 +67,13 @@ def attach(
     model = model_runner.get_model()
     for layer in target_layers:
         attach_waits(layer.names, layers, model, transfers.before_layer)
-    model.register_forward_pre_hook(lambda _model, _inputs: transfers.start_forward())
+    attentions = tuple(find_attentions([name for layer in target_layers for name in layer.names], layers))
+
+    def start_forward(_model: Any, _inputs: Any) -> None:
+        # A dummy run may have no forward context to ask.
+        transfers.start_forward(find_decode_rows(attentions) if transfers.asks_for_rows else None)
+
+    model.register_forward_pre_hook(start_forward)
     _enclose_steps(model_runner, transfers, tables)
 
 

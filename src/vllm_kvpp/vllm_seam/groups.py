@@ -1,7 +1,7 @@
 """The KVPP group: its ranks and its communicators, made beside vLLM's own groups and shared with none of them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -13,9 +13,13 @@ from vllm.config import ParallelConfig
 
 from vllm_kvpp.errors import KVPPRankMismatchError
 from vllm_kvpp.plan import split_into_groups
+from vllm_kvpp.selection import QueryShape
 from vllm_kvpp.transport.base import BundleMemory, Transport
 from vllm_kvpp.transport.broadcast import HostBroadcast
+from vllm_kvpp.transport.collective_exchange import CollectiveExchange
+from vllm_kvpp.transport.exchange import ExchangeArea, QueryExchange
 from vllm_kvpp.transport.peer_copies import PeerCopies
+from vllm_kvpp.transport.peer_exchange import PeerExchange
 from vllm_kvpp.transport.shared_memory import PAGE_BYTES, SharedHandle, allocate_pages, open_shared, share
 from vllm_kvpp.transport.signals import Inbox, Signals, open_writer
 from vllm_kvpp.transport.stream_broadcast import make_stream_broadcast
@@ -27,8 +31,8 @@ _PROBE_BYTES = 64
 class KVPPGroup:
     """One group as one of its ranks sees it.
 
-    `data` is what transfers run on, and `control` a gloo group for the checks at start-up. With `shares_memory`, every
-    rank can read every other's memory once it has been shared.
+    `data` is what transfers run on, `queries` what decode queries and outputs do, and `control` a gloo group for the
+    checks at start-up. With `shares_memory`, every rank can read every other's memory once it has been shared.
     """
 
     ranks: tuple[int, ...]
@@ -36,6 +40,7 @@ class KVPPGroup:
     device: torch.device
     timeout_seconds: float
     data: dist.ProcessGroup
+    queries: dist.ProcessGroup
     control: dist.ProcessGroup
     shares_memory: bool
 
@@ -101,6 +106,16 @@ class KVPPGroup:
 
     def make_peer_copies(self) -> Transport:
         """Transfers by copies from the owner's shared memory. Collective."""
+        return PeerCopies(self.rank, self._make_signals(), self.timeout_seconds)
+
+    def make_exchange(self, areas: Sequence[ExchangeArea]) -> QueryExchange:
+        """The exchange of decode queries; `areas` are every rank's by group rank, or this rank's alone. Collective."""
+        if self.shares_memory:
+            return PeerExchange(self.rank, areas, self._make_signals())
+        (own,) = areas
+        return CollectiveExchange(self.queries, own)
+
+    def _make_signals(self) -> Signals:
         inbox = Inbox(tuple(peer for peer in range(self.size) if peer != self.rank))
         handles = self.gather(inbox.handles)
         writers = {
@@ -110,7 +125,7 @@ class KVPPGroup:
         }
         self._raise_failures(self.gather(next((end for end in writers.values() if isinstance(end, _Failure)), None)))
         inbox.close_writing()
-        return PeerCopies(self.rank, Signals(inbox, writers, self.timeout_seconds), self.timeout_seconds)
+        return Signals(inbox, writers, self.timeout_seconds)
 
 
 @dataclass(frozen=True)
@@ -127,11 +142,17 @@ def _try(action: Callable[[], Any]) -> Any:
 
 
 def make_group(
-    parallel: ParallelConfig, device: torch.device, timeout_seconds: float, *, may_share_memory: bool = True
+    parallel: ParallelConfig,
+    device: torch.device,
+    timeout_seconds: float,
+    *,
+    may_share_memory: bool = True,
+    may_exchange: bool = True,
 ) -> KVPPGroup:
     """Make every KVPP group of the world, and return this rank's. Collective over the whole world.
 
-    The first transfer happens here, so that whatever the backend allocates is there before memory is profiled.
+    The first transfer and exchange happen here, so that whatever the backend allocates is there before memory is
+    profiled.
     """
     ranks_by_group = split_into_groups(
         dist.get_world_size(),
@@ -145,6 +166,8 @@ def make_group(
     control_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_group]
     timeout = timedelta(seconds=timeout_seconds)
     data_groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in ranks_by_group]
+    # Of their own: the transfers of a step run beside the exchanges, on another thread or stream.
+    query_groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in ranks_by_group]
     world_rank = dist.get_rank()
     index = next(index for index, ranks in enumerate(ranks_by_group) if world_rank in ranks)
     ranks = ranks_by_group[index]
@@ -154,11 +177,15 @@ def make_group(
         device=device,
         timeout_seconds=timeout_seconds,
         data=data_groups[index],
+        queries=query_groups[index],
         control=control_groups[index],
         shares_memory=False,
     )
     _probe(group)
-    return replace(group, shares_memory=may_share_memory and device.type == "cpu" and _can_share_memory(group))
+    group = replace(group, shares_memory=may_share_memory and device.type == "cpu" and _can_share_memory(group))
+    if may_exchange and not group.shares_memory:
+        _probe_exchange(group)
+    return group
 
 
 def _probe(group: KVPPGroup) -> None:
@@ -172,6 +199,23 @@ def _probe(group: KVPPGroup) -> None:
             raise KVPPRankMismatchError(
                 f"The KVPP group {group.label} does not deliver: a probe from rank {group.ranks[owner_rank]} did not "
                 "arrive. Check the communication backend (NCCL, gloo, HCCL) and its settings."
+            )
+
+
+def _probe_exchange(group: KVPPGroup) -> None:
+    """Let every rank be the owner once, and check that it gets each query, and each rank its part of the output."""
+    shape = QueryShape(group.size, group.size, query_width=1, output_width=1, element_bytes=1)
+    area = torch.zeros(shape.exchange_row_bytes, dtype=torch.uint8, device=group.device)
+    exchange = group.make_exchange([ExchangeArea(area, shape, torch.uint8)])
+    exchange.prepare(num_rows=1)
+    own = _make_pattern(group.rank, group.device)[:1].view(1, 1, 1)
+    for owner_rank in range(group.size):
+        queries = exchange.gather(owner_rank, (own,))
+        returned = exchange.scatter(owner_rank, queries)
+        if not torch.equal(returned, own):
+            raise KVPPRankMismatchError(
+                f"The KVPP group {group.label} does not deliver: a probe that went to rank {group.ranks[owner_rank]} "
+                "did not come back. Check the communication backend (NCCL, gloo, HCCL) and its settings."
             )
 
 

@@ -105,10 +105,15 @@ class RankMemory:
         components = tuple(self._view_cache(placed) for placed in bundle.components)
         return BundleMemory(bundle.owner_rank, whole, components)
 
-    def view_staging(self) -> torch.Tensor | None:
-        """The staging memory, None if there is none."""
+    def view_exchange(self, num_bytes: int) -> torch.Tensor:
+        """The first bytes of the tail, through which decode queries and outputs travel."""
+        start = self.placement.tail.offset
+        return self.backing[start : start + num_bytes]
+
+    def view_staging(self, exchange_bytes: int = 0) -> torch.Tensor | None:
+        """The staging memory, which is the rest of the tail; None if there is none."""
         tail = self.placement.tail
-        return self.backing[tail.offset : tail.end] if tail.num_bytes else None
+        return self.backing[tail.offset + exchange_bytes : tail.end] if tail.num_bytes > exchange_bytes else None
 
     def _view_cache(self, placed: PlacedCache) -> torch.Tensor:
         pages = self.backing[placed.range.offset : placed.range.end]

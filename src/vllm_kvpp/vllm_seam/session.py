@@ -10,12 +10,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm_kvpp.config import read_settings
 from vllm_kvpp.deployment import find_refusals
 from vllm_kvpp.errors import KVPPBudgetError, KVPPConfigError
-from vllm_kvpp.plan import CachePlan, fit_num_blocks, place, plan_cache, plan_tail
+from vllm_kvpp.plan import CachePlan, fit_num_blocks, place, plan_cache, plan_exchange, plan_tail
 from vllm_kvpp.plan.summary import CacheSummary
 from vllm_kvpp.runtime.history import BlockTables
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers
 from vllm_kvpp.transport.base import Transport
 from vllm_kvpp.vllm_seam.attach import attach
+from vllm_kvpp.vllm_seam.decode_setup import DecodeSetup, attach_decode, set_up_decode
 from vllm_kvpp.vllm_seam.deployment import describe_deployment
 from vllm_kvpp.vllm_seam.groups import make_group
 from vllm_kvpp.vllm_seam.log import logger
@@ -37,9 +38,12 @@ class KVPPSession:
             device,
             self._options.transfer_timeout_seconds,
             may_share_memory=self._options.transport == "auto",
+            may_exchange=self._options.decode != "transfer",
         )
         self._plan: CachePlan | None = None
         self._available_bytes = 0
+        self._decode: DecodeSetup | None = None
+        self._exchange_bytes = 0
         self._tail_bytes = 0
         self._summary: CacheSummary | None = None
         self._allocated_bytes = 0
@@ -66,13 +70,22 @@ class KVPPSession:
         self._group.check_agreement("the cache plan", plan.digest)
         self._plan = plan
         self._available_bytes = available_bytes
-        self._tail_bytes = self._agree_on_tail(plan, available_bytes)
+        self._decode = set_up_decode(plan, self._options, self._group, self._vllm_config, model_runner)
+        own_exchange_bytes = plan_exchange(self._decode.queries if self._decode else None, available_bytes)
+        self._exchange_bytes = min(self._group.gather(own_exchange_bytes))
+        if self._decode is not None and self._options.decode == "owner" and self._exchange_bytes == 0:
+            raise KVPPBudgetError(
+                f"kvpp.decode is owner, but the KV cache memory of {available_bytes:,} bytes is too small for the "
+                f"exchange of one query ({self._decode.queries.exchange_row_bytes:,} bytes, of 1/64 of it). Raise "
+                "gpu_memory_utilization or kv_cache_memory_bytes, or set kvpp.decode to transfer."
+            )
+        self._tail_bytes = self._exchange_bytes + self._agree_on_tail(plan, available_bytes - self._exchange_bytes)
         num_blocks = fit_num_blocks(plan, self._group.rank, available_bytes, self._tail_bytes)
         self._check_budget(plan, num_blocks, block_size=next(iter(specs.values())).block_size)
         return num_blocks * plan.full_bytes_per_block
 
     def _agree_on_tail(self, plan: CachePlan, available_bytes: int) -> int:
-        """What every rank keeps behind its caches; with staging memory, all cut their blocks into the same chunks."""
+        """What every rank keeps for transfers; with staging memory, all cut their blocks into the same chunks."""
         asked = self._options.staging_bytes
         shares_memory = self._group.shares_memory
         if shares_memory and asked is not None:
@@ -140,7 +153,9 @@ class KVPPSession:
             available_bytes=self._available_bytes,
             transfer=self._options.transfer,
             transport="shared memory" if self._group.shares_memory else "broadcast",
-            has_staging=self._tail_bytes > 0 and not self._group.shares_memory,
+            staging_bytes=0 if self._group.shares_memory else self._tail_bytes - self._exchange_bytes,
+            decode=self._options.decode if self._exchange_bytes > 0 else "transfer",
+            exchange_bytes=self._exchange_bytes,
         )
         return rewrite_tensors(config, placement)
 
@@ -153,8 +168,21 @@ class KVPPSession:
         backing = find_backing(placement, modules)
         self._allocated_bytes = backing.numel()
         own = RankMemory(placement, backing)
-        layers = view_layers(own, modules, self._share(own))
-        self._transfers = LayerTransfers(layers, self._make_transport(own), self._group.label, self._options.transfer)
+        peers = self._share(own)
+        layers = view_layers(own, modules, peers)
+        transport = self._make_transport(own)
+        decode = None
+        if self._decode is not None and self._exchange_bytes > 0:
+            decode = attach_decode(
+                self._decode,
+                self._options,
+                self._group,
+                layers,
+                peers or (own,),
+                exchange_bytes=self._exchange_bytes,
+                link=transport.traits,
+            )
+        self._transfers = LayerTransfers(layers, transport, self._group.label, self._options.transfer, decode)
         attach(self._transfers, BlockTables(self._summary.block_size), layers, modules, model_runner)
         if self._group.rank == 0 and self._vllm_config.parallel_config.data_parallel_index == 0:
             logger.info("%s", "\n".join(self._summary.as_lines()))
@@ -166,13 +194,16 @@ class KVPPSession:
         assert self._plan is not None, "shared before it was planned"
         num_blocks = own.placement.num_blocks
         placements = [place(self._plan, rank, num_blocks, self._tail_bytes) for rank in range(self._group.size)]
-        return tuple(map(RankMemory, placements, self._group.share(own.backing)))
+        memories = map(RankMemory, placements, self._group.share(own.backing))
+        # This rank writes its own; the mapping of it that others get is for reading.
+        return tuple(own if rank == self._group.rank else memory for rank, memory in enumerate(memories))
 
     def _make_transport(self, own: RankMemory) -> Transport:
         if self._group.shares_memory:
             return self._group.make_peer_copies()
         assert self._plan is not None, "used before it was planned"
-        return self._group.make_broadcast(own.view_staging(), self._plan.largest_bundle_page_bytes)
+        staging = own.view_staging(self._exchange_bytes)
+        return self._group.make_broadcast(staging, self._plan.largest_bundle_page_bytes)
 
     def report(self) -> dict[str, Any]:
         """The summary, the allocation as measured, and the counters, in plain values."""

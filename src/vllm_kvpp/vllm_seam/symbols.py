@@ -373,15 +373,78 @@ SEAM: tuple[SeamSymbol, ...] = (
         removable_when="vLLM has a per-layer hook before the cache update.",
     ),
     SeamSymbol(
+        path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.__init__",
+        because="Sets the backend, its implementation, and the widths and heads of decode queries.",
+        removable_when="vLLM lets a plugin place decode attention.",
+        source_order=(
+            "self.num_heads = num_heads",
+            "self.kv_lora_rank = kv_lora_rank",
+            "self.head_size = kv_lora_rank + qk_rope_head_dim",
+            "self.attn_backend = ",
+            "self.impl = ",
+        ),
+    ),
+    SeamSymbol(
+        path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward_impl",
+        because="Attends decode rows, those first in the batch, by one call with absorbed queries, and projects its "
+        "output: between the two they go to the owner.",
+        removable_when="vLLM lets a plugin place decode attention.",
+        source_order=(
+            "num_mqa_tokens = attn_metadata.num_decode_tokens",
+            "mqa_q = q[:num_mqa_tokens]",
+            "= self.impl.forward_mqa(mqa_q, kv_cache, attn_metadata, self)",
+            "self._v_up_proj(attn_out, out=mqa_output_slice)",
+        ),
+    ),
+    SeamSymbol(
+        path="vllm.v1.attention.backend:MLAAttentionImpl.forward_mqa",
+        because="Attends whatever heads its query has; wrapped on each layer's implementation.",
+        removable_when="vLLM lets a plugin place decode attention.",
+        parameters=("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+    ),
+    SeamSymbol(
+        path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.update_kv_cache",
+        because="Writes the cache by one call of the implementation, which is left out where nobody would read it.",
+        removable_when="vLLM lets a plugin place decode attention.",
+        source_order=("self.impl.do_kv_cache_update(",),
+    ),
+    SeamSymbol(
+        path="vllm.v1.attention.backend:AttentionBackend.get_name",
+        because="Names the backends that can attend all heads.",
+        removable_when="Backends say by themselves whether they take the head count from the query.",
+    ),
+    SeamSymbol(
+        path="vllm.model_executor.layers.attention.mla_attention:MLACommonMetadata",
+        because="Says how many requests and rows of the batch decode.",
+        removable_when="Never: it is what the batch's attention goes by.",
+        fields=("num_decodes", "num_decode_tokens"),
+    ),
+    SeamSymbol(
+        path="vllm.forward_context:get_forward_context",
+        because="Gives the batch's attention metadata when the model begins.",
+        removable_when="Never: it is vLLM's own way.",
+    ),
+    SeamSymbol(
+        path="vllm.forward_context:ForwardContext",
+        because="Holds the metadata by layer.",
+        removable_when="Never: it is vLLM's own way.",
+        fields=("attn_metadata",),
+    ),
+    SeamSymbol(
         path="vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer",
         because="Reads and writes the indexer's cache before the layer's own: KVPP waits before it is called.",
         removable_when="vLLM has a per-layer hook before the first cache access.",
     ),
     SeamSymbol(
         path="vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.__init__",
-        because="Sets k_cache, whose prefix names the cache, and skip_k_cache_insert, true where another writes it.",
+        because="Sets k_cache, whose prefix names the cache, topk_indices_buffer, which takes what it chooses, and "
+        "skip_k_cache_insert, true where another writes the cache.",
         removable_when="vLLM has a per-layer hook before the first cache access.",
-        source_order=("self.k_cache = k_cache", "self.skip_k_cache_insert = skip_k_cache_insert"),
+        source_order=(
+            "self.k_cache = k_cache",
+            "self.topk_indices_buffer = topk_indices_buffer",
+            "self.skip_k_cache_insert = skip_k_cache_insert",
+        ),
     ),
     SeamSymbol(
         path="vllm.model_executor.models.deepseek_v2:Indexer.forward",

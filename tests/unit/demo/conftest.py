@@ -100,8 +100,12 @@ def result():
         num_blocks=1210,
         steps=12,
         steps_with_history=10,
-        transfers=80,
-        transferred_bytes=123456,
+        steps_with_transfers=4,
+        transfers=32,
+        transferred_bytes=123000,
+        steps_at_owner=7,
+        exchanges=56,
+        exchanged_bytes=456,
     )
     return DemoResult(
         tp_size=2,

@@ -56,8 +56,13 @@ def call(method):
         counters = {
             "steps": state["steps"] + 1,
             "steps_with_history": state["steps"],
+            "steps_with_transfers": state["steps"],
             "transfers": state["steps"] * LAYERS,
             "transferred_bytes": state["bytes"],
+            "steps_at_owner": 0,
+            "exchanges": 0,
+            "query_bytes": 0,
+            "output_bytes": 0,
         }
         return {"num_target_layers": LAYERS, "num_blocks": num_blocks(), "counters": counters}
     state["is_broken"] = method == "demo_break_transfers"

@@ -4,7 +4,7 @@ import pytest
 
 from vllm_kvpp.demo.capacity import ModelShape, expect_capacity, read_shape
 
-SHAPE = ModelShape(num_layers=6, num_heads=4, latent_dim=576)
+SHAPE = ModelShape(num_layers=6, num_heads=4, latent_dim=576, output_dim=512)
 
 
 def test_the_shape_is_read_from_the_config(tmp_path):
@@ -20,7 +20,7 @@ def test_blocks_are_those_that_vllm_was_seen_to_report():
 
 @pytest.mark.parametrize(("num_layers", "tp_size", "factor"), [(8, 2, 8 / 6), (8, 4, 2), (7, 2, 7 / 6), (61, 8, 6.1)])
 def test_the_formula_counts_the_most_layers_a_rank_owns_and_two_scratch_buffers(num_layers, tp_size, factor):
-    shape = ModelShape(num_layers=num_layers, num_heads=8, latent_dim=576)
+    shape = ModelShape(num_layers=num_layers, num_heads=8, latent_dim=576, output_dim=512)
     expected = expect_capacity(shape, tp_size=tp_size, kv_cache_bytes=2**30, block_size=16, dtype_bytes=2)
     assert expected.formula_factor == pytest.approx(factor)
     assert expected.num_blocks_on / expected.num_blocks_off == pytest.approx(factor, rel=0.03)

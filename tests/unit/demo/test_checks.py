@@ -94,10 +94,18 @@ CASES = {
         lambda r: change_on(r, broken_bytes=1),
         "With the transfers broken on purpose 1 bytes were moved all the same.",
     ),
-    "nothing moved": (lambda r: change_reports(r, transferred_bytes=0), "Rank 0 has moved nothing"),
+    "nothing moved": (lambda r: change_reports(r, transferred_bytes=0, exchanged_bytes=0), "Rank 0 has moved nothing"),
     "transfers missing": (
-        lambda r: change_reports(r, transfers=79),
-        "Rank 1 counts 79 transfers for 10 steps with history of 8 layers.",
+        lambda r: change_reports(r, transfers=31),
+        "Rank 1 counts 31 transfers in 4 steps of 8 layers.",
+    ),
+    "exchanges missing": (
+        lambda r: change_reports(r, exchanges=55),
+        "Rank 1 counts 55 exchanges in 7 steps of 8 layers.",
+    ),
+    "steps in which nothing travelled": (
+        lambda r: change_reports(r, steps_at_owner=5, exchanges=40),
+        "Rank 0 has seen steps with history in which nothing travelled.",
     ),
     "every step with history": (
         lambda r: change_reports(r, steps=10),

@@ -37,9 +37,11 @@ def test_the_table_shows_how_far_logprobs_differ_with_and_without_kvpp(result):
 
 def test_the_table_shows_what_was_moved(result):
     table = make_table(result)
-    assert find_row(table, "layer transfers, on rank 0") == ["–", "80", "–"]
-    assert find_row(table, "bytes moved") == ["–", "123,456", "0"]
-    assert find_row(table, "steps without, no transfer") == ["–", "2", "–"]
+    assert find_row(table, "bytes moved, on rank 0") == ["–", "123,456", "0"]
+    assert find_row(table, "history, in layer transfers") == ["–", "123,000", "–"]
+    assert find_row(table, "queries to owners, outputs") == ["–", "456", "–"]
+    assert find_row(table, "of which decode at the owner") == ["–", "7", "–"]
+    assert find_row(table, "steps without, nothing moved") == ["–", "2", "–"]
 
 
 def test_the_table_fits_into_80_columns_without_breaking_a_label(result):

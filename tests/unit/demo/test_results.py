@@ -11,8 +11,13 @@ REPORT = {
     "counters": {
         "steps": 5,
         "steps_with_history": 3,
-        "transfers": 24,
+        "steps_with_transfers": 1,
+        "transfers": 8,
         "transferred_bytes": 9,
+        "steps_at_owner": 2,
+        "exchanges": 16,
+        "query_bytes": 30,
+        "output_bytes": 20,
         "host_wait_seconds": 0.1,
     },
 }
@@ -20,8 +25,19 @@ REPORT = {
 
 def test_a_report_is_read():
     report = parse_report(REPORT)
-    assert report == RankReport(1, 8, 30, steps=5, steps_with_history=3, transfers=24, transferred_bytes=9)
+    assert report == RankReport(
+        *(1, 8, 30),
+        steps=5,
+        steps_with_history=3,
+        steps_with_transfers=1,
+        transfers=8,
+        transferred_bytes=9,
+        steps_at_owner=2,
+        exchanges=16,
+        exchanged_bytes=50,
+    )
     assert report.steps_without_history == 2
+    assert report.moved_bytes == 59
 
 
 @pytest.mark.parametrize("report", [None, {}, {**REPORT, "counters": {}}, {**REPORT, "counters": None}])

@@ -22,6 +22,13 @@ SMALL_MODEL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch, tmp_path_factory):
+    """No test asks a hub, or finds what somebody has fetched from one; `test_hub` has a hub of its own."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+
+
 @pytest.fixture
 def config():
     """The fields of a small MLA model, with changes; None takes a field away."""

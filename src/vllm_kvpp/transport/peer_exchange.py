@@ -1,0 +1,90 @@
+"""Queries and outputs through shared memory: each rank writes its own area and reads its peers'; signals say when.
+
+```text
+peer    write query ── tell ─┐                              ┌─ read its heads' output
+owner   write query ─────────┴─ read all ── attend ── tell ─┘
+```
+
+A peer comes with its next query when it is done with the last output, so one area for each rank is enough.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvpp.selection import ExchangeTraits
+from vllm_kvpp.transport.exchange import ExchangeArea, write_query
+from vllm_kvpp.transport.signals import Signals, make_message
+
+# Two messages between processes, and vLLM's CPU kernel for one head and one token, in bytes that a core copies in the
+# time.
+PEER_EXCHANGE = ExchangeTraits(layer_bytes=500_000, head_token_bytes=270)
+
+
+class PeerExchange:
+    """Between ranks that can read each other's `areas`, which are by group rank."""
+
+    traits = PEER_EXCHANGE
+
+    def __init__(self, rank: int, areas: Sequence[ExchangeArea], signals: Signals) -> None:
+        self._rank = rank
+        self._areas = tuple(areas)
+        self._own = self._areas[rank]
+        self._signals = signals
+        self._num_rows = 0
+        self._num_messages = 0
+
+    @property
+    def max_rows(self) -> int:
+        """See `QueryExchange.max_rows`."""
+        return self._own.max_rows
+
+    def prepare(self, num_rows: int) -> None:
+        """See `QueryExchange.prepare`."""
+        if num_rows != self._num_rows:
+            for area in self._areas:
+                area.cut(num_rows)
+        self._num_rows = num_rows
+        self._num_messages = 0
+
+    def gather(self, owner_rank: int, query: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """See `QueryExchange.gather`."""
+        message = self._next_message()
+        if owner_rank != self._rank:
+            write_query(query, self._own.own_query)
+            self._signals.send(owner_rank, message)
+            return None
+        write_query(query, self._own.all_queries[:, self._own.heads_of(self._rank)])
+        self._signals.expect(message)
+        for peer in self._signals.peers:
+            self._own.all_queries[:, self._own.heads_of(peer)].copy_(self._areas[peer].own_query)
+        return self._own.all_queries
+
+    def scatter(self, owner_rank: int, output: torch.Tensor | None) -> torch.Tensor:
+        """See `QueryExchange.scatter`."""
+        message = self._next_message()
+        if output is None:
+            self._signals.expect(message, peers=(owner_rank,))
+        else:
+            self._own.all_outputs.copy_(output)
+            for peer in self._signals.peers:
+                self._signals.send(peer, message)
+        # Copied everywhere: a peer's memory is mapped for reading only, and a kernel behind it may choose its way by
+        # strides, which are those without KVPP then.
+        all_outputs = self._areas[owner_rank].all_outputs
+        return self._own.own_output.copy_(all_outputs[:, self._own.heads_of(self._rank)])
+
+    def share(self, owner_rank: int, choices: torch.Tensor) -> None:
+        """See `QueryExchange.share`. A peer has read the last choices when it comes with its next query."""
+        message = self._next_message()
+        if owner_rank != self._rank:
+            self._signals.expect(message, peers=(owner_rank,))
+            choices.copy_(self._areas[owner_rank].choices)
+            return
+        self._own.choices.copy_(choices)
+        for peer in self._signals.peers:
+            self._signals.send(peer, message)
+
+    def _next_message(self) -> bytes:
+        self._num_messages += 1
+        return make_message(f"decode {self._num_rows}", self._num_messages)

@@ -1,0 +1,96 @@
+"""Which attention backends can attend all ranks' heads at once in decode, and why the others cannot: the one list.
+
+An owner calls `forward_mqa` with the queries of all heads of the group, where the backend expects those of one rank.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+# A backend that is not vLLM's own says so by this attribute of its implementation, with a true value.
+DECLARATION = "kvpp_attends_all_heads"
+
+
+@dataclass(frozen=True)
+class DecodeBackend:
+    """One backend by the name that vLLM gives it; `obstacle` is None if it attends any number of heads."""
+
+    name: str
+    head_count: str
+    obstacle: str | None
+
+
+_FROM_QUERY = "from the query"
+_NOT_RUN = "nobody has run it with all heads yet"
+
+DECODE_BACKENDS: tuple[DecodeBackend, ...] = (
+    DecodeBackend("CPU_MLA", _FROM_QUERY, None),
+    DecodeBackend("TRITON_MLA", f"{_FROM_QUERY}; on devices a workspace is reserved for one rank's heads", None),
+    DecodeBackend("AMX_MLA", "num_heads of the implementation", "its output has room for one rank's heads"),
+    DecodeBackend(
+        "FLASHMLA",
+        "num_q_heads of the metadata builder, in the tile schedule",
+        "its tiles are scheduled for one rank's heads",
+    ),
+    DecodeBackend(
+        "FLASH_ATTN_MLA",
+        "num_heads of the metadata builder, in the schedule",
+        "its work is scheduled for one rank's heads",
+    ),
+    DecodeBackend("FLASHINFER_MLA", f"{_FROM_QUERY}, and chooses the kernel by it", _NOT_RUN),
+    DecodeBackend("CUTLASS_MLA", f"{_FROM_QUERY}, padded to 128", "its queries are padded to 128 heads on each rank"),
+    DecodeBackend(
+        "ROCM_AITER_MLA",
+        "num_heads of the metadata builder, in the schedule",
+        "its work is scheduled for one rank's heads",
+    ),
+    DecodeBackend("AITER_TRITON_MLA", "as ROCM_AITER_MLA", _NOT_RUN),
+    DecodeBackend("TOKENSPEED_MLA", "not looked at", _NOT_RUN),
+    DecodeBackend("FLASHMLA_SPARSE", "num_heads of the builder and the implementation, padded", _NOT_RUN),
+    DecodeBackend("FLASH_ATTN_MLA_SPARSE", "not looked at", _NOT_RUN),
+    DecodeBackend("FLASH_ATTN_MLA_SPARSE_FA4", "not looked at (from vLLM 0.33)", _NOT_RUN),
+    DecodeBackend("FLASHINFER_MLA_SPARSE", "not looked at", _NOT_RUN),
+    DecodeBackend("FLASHINFER_MLA_SPARSE_SM90", "not looked at", _NOT_RUN),
+    DecodeBackend("FLASHINFER_MLA_SPARSE_SM120", "not looked at", _NOT_RUN),
+    DecodeBackend("ROCM_AITER_MLA_SPARSE", "not looked at", _NOT_RUN),
+    DecodeBackend("XPU_MLA_SPARSE", "not looked at", _NOT_RUN),
+)
+
+_BY_NAME = {backend.name: backend for backend in DECODE_BACKENDS}
+
+
+def list_able_backends() -> tuple[str, ...]:
+    """The names of vLLM's backends that can."""
+    return tuple(backend.name for backend in DECODE_BACKENDS if backend.obstacle is None)
+
+
+def find_obstacle(attentions: Collection[Any], *, prefill_context_parallel_size: int, on_cpu: bool) -> str | None:
+    """Say why decode rows cannot attend at the owner in these attention modules, or None if they can.
+
+    Touches: `MLAAttention` and its attributes `attn_backend`, `impl`, `num_heads`, `head_size`, `kv_lora_rank`.
+    Because: see `symbols.py`. Checked by: `check_seam`, and here for each layer.
+    """
+    if prefill_context_parallel_size > 1:
+        return "ranks of prefill context parallelism have different tokens"
+    if not attentions:
+        return "this stage has no attention layer"
+    for attention in attentions:
+        if type(attention).forward is not MLAAttention.forward:
+            return f"{type(attention).__name__} attends in a way of its own"
+        if (obstacle := _find_backend_obstacle(attention, on_cpu=on_cpu)) is not None:
+            return f"attention backend {attention.attn_backend.get_name()}: {obstacle}"
+    shapes = {(attention.num_heads, attention.head_size, attention.kv_lora_rank) for attention in attentions}
+    return "its layers have different heads" if len(shapes) > 1 else None
+
+
+def _find_backend_obstacle(attention: Any, *, on_cpu: bool) -> str | None:
+    if getattr(attention.impl, DECLARATION, False):
+        return None
+    name = attention.attn_backend.get_name()
+    if name not in _BY_NAME:
+        return "KVPP does not know it"
+    if name == "TRITON_MLA" and not on_cpu:
+        return "its workspace is reserved for one rank's heads on devices"
+    return _BY_NAME[name].obstacle
