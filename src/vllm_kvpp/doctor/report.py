@@ -1,5 +1,7 @@
 """The diagnosis for people, as tables and sentences."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -37,13 +39,18 @@ def _list_verdict(diagnosis: Diagnosis) -> tuple[RenderableType, ...]:
     verdict = diagnosis.verdict
     is_bad = verdict is None or verdict.outcome in BAD_OUTCOMES
     title = Text(f"With this command line: {describe_title(diagnosis)}", style="bold red" if is_bad else "bold")
-    sentences = Table.grid(padding=(0, 1))
-    for sentence in describe_verdict(diagnosis):
-        sentences.add_row(Text("•"), Text(sentence))
-    facts = Table.grid(padding=(0, 2))
-    for name, value in list_facts(diagnosis):
-        facts.add_row(Text(f"  {name}"), Text(value))
-    return (title, sentences, facts)
+    rows = [("•", sentence) for sentence in describe_verdict(diagnosis)]
+    return (title, *_make_grid(rows), *_make_grid([(f"  {name}", value) for name, value in list_facts(diagnosis)]))
+
+
+def _make_grid(rows: Sequence[tuple[str, str]]) -> tuple[Table, ...]:
+    # An empty grid would print an empty line.
+    if not rows:
+        return ()
+    grid = Table.grid(padding=(0, 1))
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return (grid,)
 
 
 def _make_last_line(diagnosis: Diagnosis) -> Text:

@@ -83,7 +83,5 @@ def _find_module(words: Sequence[str]) -> ServeCommand:
     if module == CLI_MODULE:
         return _find_subcommand(words[words.index("-m") + 2 :])
     if module not in SERVER_MODULES:
-        raise DoctorError(
-            f"The command line runs Python, but not -m {SERVER_MODULES[0]}; use that, or {EXAMPLE}."
-        )
+        raise DoctorError(f"The command line runs Python, but not -m {SERVER_MODULES[0]}; use that, or {EXAMPLE}.")
     return ServeCommand(arguments=tuple(words[words.index("-m") + 2 :]))

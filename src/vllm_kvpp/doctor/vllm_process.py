@@ -14,9 +14,7 @@ from vllm_kvpp.vllm_seam.findings import Findings, ServeCommand
 INSPECTION = "vllm_kvpp.vllm_seam.inspection"
 
 
-def ask_vllm(
-    command: ServeCommand | None, environment: Mapping[str, str], *, timeout_seconds: float
-) -> Findings:
+def ask_vllm(command: ServeCommand | None, environment: Mapping[str, str], *, timeout_seconds: float) -> Findings:
     """Ask the installed vLLM; a process that ends without an answer, or not in time, is an answer with an `error`."""
     with tempfile.TemporaryDirectory(prefix="vllm-kvpp-", ignore_cleanup_errors=True) as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
@@ -33,9 +31,7 @@ def ask_vllm(
             return Findings(error=f"the process that imports it ended with code {ended}{_quote_last_line(log)}")
 
 
-def _run(
-    argv: list[str], environment: Mapping[str, str], question: str, log: Path, timeout_seconds: float
-) -> int:
+def _run(argv: list[str], environment: Mapping[str, str], question: str, log: Path, timeout_seconds: float) -> int:
     with log.open("wb") as output:
         return subprocess.run(
             argv,

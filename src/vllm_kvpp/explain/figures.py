@@ -69,13 +69,19 @@ def show_tokens(num_blocks: int, per_request: int, max_model_len: int) -> int:
     return int(num_blocks / per_request * max_model_len)
 
 
+def _prints(pool: Pool, num_blocks: int, per_request: int) -> bool:
+    assert pool.max_model_len is not None
+    assert pool.concurrency is not None
+    has_tokens = show_tokens(num_blocks, per_request, pool.max_model_len) == pool.num_tokens
+    return has_tokens and abs(num_blocks / per_request - pool.concurrency) <= _ROUNDING
+
+
 def _count_blocks(pool: Pool, block_size: int, per_request: int) -> int | None:
     if pool.num_tokens is None or not pool.max_model_len:
         return None
     if is_derived_from_concurrency(pool):
         fewest = ceil(pool.num_tokens * per_request / pool.max_model_len)
-        candidates = (fewest, fewest + 1)
-        shown = (show_tokens(num_blocks, per_request, pool.max_model_len) for num_blocks in candidates)
-        return next((found for found, tokens in zip(candidates, shown, strict=True) if tokens == pool.num_tokens), None)
+        # Floats may have lost the last token; then it is the concurrency that tells two candidates apart.
+        return next((found for found in (fewest, fewest + 1) if _prints(pool, found, per_request)), None)
     # Earlier releases print blocks times block size.
     return pool.num_tokens // block_size if pool.num_tokens % block_size == 0 else None

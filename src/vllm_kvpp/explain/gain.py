@@ -135,9 +135,7 @@ def _refuse(settings: Settings, tp_size: int | None) -> str | None:
     return " ".join(find_refusals(deployment)) or None
 
 
-def _find_what_is_missing(
-    settings: Settings, model: str | None, tp_size: int | None, memory: str | None
-) -> str | None:
+def _find_what_is_missing(settings: Settings, model: str | None, tp_size: int | None, memory: str | None) -> str | None:
     if model is None and settings.model is not None:
         return (
             f"the configuration of {settings.model} is neither on this machine nor in the catalogue; give it as "

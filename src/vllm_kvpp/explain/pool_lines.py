@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_kvpp.explain.log_file import LogLine
 
@@ -35,8 +36,8 @@ def read_pools(lines: Iterable[LogLine]) -> tuple[Pool, ...]:
     return tuple(pool for pool in pools.values() if pool.num_tokens or pool.concurrency)
 
 
-def _read_line(text: str) -> dict[str, int | float]:
-    found: dict[str, int | float] = {}
+def _read_line(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     if size := _SIZE.search(text):
         found["num_tokens"] = _number(size[1])
     if concurrency := _CONCURRENCY.search(text):

@@ -21,7 +21,7 @@ def describe_relation(explanation: Explanation) -> tuple[str, ...]:
     if pool is None or pool.concurrency is None or not pool.max_model_len:
         return ()
     lines = (_describe_formula(pool, blocks),) if pool.num_tokens is not None else ()
-    return lines if blocks is None else (*lines, *_describe_waste(pool, blocks), _describe_held_back(blocks))
+    return lines if blocks is None else (*lines, *_describe_waste(blocks), _describe_held_back(blocks))
 
 
 def describe_kvpp(explanation: Explanation) -> tuple[str, ...]:
@@ -100,7 +100,8 @@ def _describe_formula(pool: Pool, blocks: PoolBlocks | None) -> str:
         )
     return (
         f"The concurrency comes first: {blocks.num_blocks:,} blocks ÷ {blocks.per_request:,} blocks"
-        f"{_of_request(blocks)} = {concurrency:,.2f}. The tokens are that times {length:,}, rounded down, so the two agree by definition."
+        f"{_of_request(blocks)} = {concurrency:,.2f}. The tokens are that times {length:,}, rounded down, so the two "
+        "agree by definition."
     )
 
 
@@ -108,7 +109,7 @@ def _of_request(blocks: PoolBlocks) -> str:
     return f" of a request of {blocks.max_model_len:,} tokens"
 
 
-def _describe_waste(pool: Pool, blocks: PoolBlocks) -> tuple[str, ...]:
+def _describe_waste(blocks: PoolBlocks) -> tuple[str, ...]:
     if blocks.wasted_tokens == 0:
         return ()
     held = blocks.per_request * blocks.block_size
@@ -157,7 +158,8 @@ def _show_the_lines_with_kvpp(plan: Plan, max_model_len: int) -> str:
     num_blocks, per_request = plan.capacity.num_blocks, -(-max_model_len // plan.capacity.block_size)
     return (
         "vLLM 0.32 would then say about: KV cache size: "
-        f"{show_tokens(num_blocks, per_request, max_model_len):,} tokens, Maximum concurrency for {max_model_len:,} tokens per request: {num_blocks / per_request:.2f}x"
+        f"{show_tokens(num_blocks, per_request, max_model_len):,} tokens, Maximum concurrency for "
+        f"{max_model_len:,} tokens per request: {num_blocks / per_request:.2f}x"
     )
 
 

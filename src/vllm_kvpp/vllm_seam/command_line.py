@@ -6,8 +6,8 @@ KVPP's hook runs there as it does in a server, so it alone decides; no weight is
 import io
 import logging
 from argparse import Namespace
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -79,15 +79,15 @@ def _find_complaint(said: str, code: Any) -> str:
     return " ".join(said.rpartition("error: ")[2].split())
 
 
-def name_backend(head_size: int, dtype: str, kv_cache_dtype: str, *, use_mla: bool = True, use_sparse: bool = False) -> str:
+def name_backend(
+    head_size: int, dtype: str, kv_cache_dtype: str, *, use_mla: bool = True, use_sparse: bool = False
+) -> str:
     """Name the attention backend of a model's layers, with the current configuration.
 
     Raises:
         Exception: vLLM has none here; the message says why.
     """
-    backend = get_attn_backend(
-        head_size, getattr(torch, dtype), kv_cache_dtype, use_mla=use_mla, use_sparse=use_sparse
-    )
+    backend = get_attn_backend(head_size, getattr(torch, dtype), kv_cache_dtype, use_mla=use_mla, use_sparse=use_sparse)
     return str(backend.get_name())
 
 
@@ -131,19 +131,15 @@ def _name_backend_of(config: VllmConfig, *, is_sparse: bool) -> str:
 def _collect_messages() -> Iterator[list[str]]:
     """What KVPP logs meanwhile."""
     messages: list[str] = []
-    handler = _Collector(messages)
+
+    def note(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return True
+
+    # A filter, not a handler: when vLLM configures its logging, it takes away the handlers of loggers below its own.
     logger = logging.getLogger(KVPP_LOGGER)
-    logger.addHandler(handler)
+    logger.addFilter(note)
     try:
         yield messages
     finally:
-        logger.removeHandler(handler)
-
-
-class _Collector(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__()
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
+        logger.removeFilter(note)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 # What a server with a command line would do: run without KVPP; run with it; run without it although it is asked for,
 # since the group has one rank, or since nobody reads the flag; stop with KVPP's reasons; stop with vLLM's own; stop
@@ -51,9 +51,7 @@ class Findings(_Plain):
 
 def describe_error(error: BaseException) -> str:
     """One line: what was raised, and its message without the pages that pydantic and Python add."""
-    details = getattr(error, "errors", None)
-    if callable(details):
-        message = "; ".join(str(detail.get("msg", detail)) for detail in details())
-    else:
-        message = str(error)
+    message = str(error)
+    if isinstance(error, ValidationError):
+        message = "; ".join(detail["msg"] for detail in error.errors())
     return f"{type(error).__name__}: {' '.join(message.split())[:800]}"

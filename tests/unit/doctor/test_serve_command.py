@@ -60,6 +60,7 @@ def test_without_words_there_is_no_command(words):
         (["python", "-m", "vllm.entrypoints.cli.main", "chat"], "vllm chat, which starts no server"),
         (["python", "server.py"], "runs Python, but not -m vllm.entrypoints.openai.api_server"),
         (["python", "-m"], "runs Python, but not -m"),
+        (["python", "-m", "some.module", "MODEL"], "runs Python, but not -m"),
         (["numactl", "-N", "0", "vllm", "serve", "MODEL"], "leave out what stands before vllm"),
         (["A=b"], "starts nothing"),
         (["env"], "starts nothing"),

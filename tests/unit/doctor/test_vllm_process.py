@@ -50,7 +50,7 @@ def test_variables_reach_the_process(ask):
 def test_a_folder_named_vllm_is_not_imported_from_the_working_directory(ask, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    code = ANSWER.replace("question = sys.stdin.read()", "question = 'MODEL' if '' in sys.path else ''")
+    code = ANSWER.replace("question = sys.stdin.read()", "import os; question = 'MODEL' * (os.getcwd() in sys.path)")
 
     assert ask(code).device == "nothing asked"
 

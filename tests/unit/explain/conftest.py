@@ -20,7 +20,8 @@ ENGINE = (
     "model='{model}', speculative_config={draft}, tokenizer='{model}', skip_tokenizer_init=False, tokenizer_mode=auto, "
     "trust_remote_code=False, dtype=torch.{dtype}, max_seq_len={length}, download_dir=None, load_format=auto, "
     "tensor_parallel_size={tp}, pipeline_parallel_size={pp}, data_parallel_size={dp}, "
-    "decode_context_parallel_size={dcp}, dcp_comm_backend=ag_rs, enforce_eager=True, kv_cache_dtype={kv_cache_dtype}, device_config={device}, seed=0"
+    "decode_context_parallel_size={dcp}, dcp_comm_backend=ag_rs, enforce_eager=True, "
+    "kv_cache_dtype={kv_cache_dtype}, device_config={device}, seed=0"
 )
 GPU_MEMORY = "(Worker_TP0 pid=3) INFO 11-30 12:36:19 [gpu_worker.py:759] Available KV cache memory: {gib} GiB"
 CPU_MEMORY = (
@@ -63,9 +64,7 @@ def engine_line(**changes):
 
 def pool_line(*, tokens=715_072, length=4096, concurrency=None, process="EngineCore", pid=2, device="GPU"):
     concurrency = concurrency or tokens / length
-    return POOL.format(
-        process=process, pid=pid, device=device, tokens=tokens, length=length, concurrency=concurrency
-    )
+    return POOL.format(process=process, pid=pid, device=device, tokens=tokens, length=length, concurrency=concurrency)
 
 
 def gpu_log(**changes):

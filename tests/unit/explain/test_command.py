@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -99,19 +98,20 @@ def test_a_model_that_is_none_ends_with_one_line(run, log_path, write):
     assert "--model is 'no-model'" in result.stderr
 
 
-def test_a_long_log_is_explained_within_a_second_and_nothing_heavy_is_loaded(log_path, write):
+def test_a_long_log_takes_little_time_and_nothing_heavy_is_loaded(log_path, write):
     path = log_path([*write.gpu_log(), *["INFO Avg prompt throughput: 1 tokens/s, GPU KV cache usage: 1%"] * 100_000])
     code = (
         "import sys; from typer.testing import CliRunner; from vllm_kvpp.cli import app; "
         "result = CliRunner().invoke(app, ['explain', sys.argv[1]]); "
-        "print(result.exit_code, [name for name in ('torch', 'vllm', 'numpy', 'httpx') if name in sys.modules])"
+        "print(result.exit_code, [name for name in ('torch', 'vllm', 'numpy', 'httpx') if name in sys.modules]); "
+        "import time; print(time.process_time())"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, env=environment, check=True
     )
 
-    assert result.stdout.strip() == "0 []"
-    # A second on a machine of its own; tests share theirs.
-    assert time.monotonic() - started < 5
+    loaded, seconds = result.stdout.splitlines()
+    assert loaded == "0 []"
+    # Of the processor, not of the clock: tests share their machine, and a busy one still slows them.
+    assert float(seconds) < 3

@@ -1,7 +1,7 @@
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kvpp.explain.figures import find_blocks, is_derived_from_concurrency, show_tokens
@@ -25,12 +25,13 @@ def print_as_before(num_blocks, length, block_size):
 
 
 @given(NUM_BLOCKS, LENGTH, BLOCK_SIZE)
+@example(506, 100, 1)
 def test_the_blocks_are_found_again(num_blocks, length, block_size):
     pool = print_as_vllm_0_32(num_blocks, length, block_size)
     blocks = find_blocks(pool, block_size)
 
     assert is_derived_from_concurrency(pool)
-    # Less than a token is printed as none.
+    # Less than a token is printed as none; blocks of one token can lose one to the rounding of floats.
     assert pool.num_tokens == 0 or abs(blocks.num_blocks - num_blocks) <= (block_size == 1)
 
 

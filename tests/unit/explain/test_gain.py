@@ -69,7 +69,7 @@ def test_the_model_that_the_user_names_counts(explained, write, folder):
 
 
 def test_a_model_that_the_user_names_and_is_none_is_refused_by_name(explained, write):
-    with pytest.raises(ExplainError, match="^--model is 'no-model', which is neither"):
+    with pytest.raises(ExplainError, match=r"^--model is 'no-model', which is neither"):
         explained(write.gpu_log(), model="no-model")
 
 

@@ -104,7 +104,7 @@ def test_what_kvpp_would_give_is_said_with_the_lines_that_vllm_would_print(kvpp,
     said = kvpp(write.gpu_log())
 
     assert "would hold 4,356,224 tokens instead of 715,072, 6.09 times as many, on a group of 8 ranks" in said
-    assert '--additional-config \'{"enable_kvpp": true}\'' in said
+    assert "--additional-config '{\"enable_kvpp\": true}'" in said
     assert "KV cache size: 4,356,224 tokens, Maximum concurrency for 4,096 tokens per request: 1063.53x" in said
     assert "Beware" not in said
 

@@ -33,7 +33,7 @@ def test_arguments_are_parsed_as_vllm_does():
     [
         (("M", "--tensor-parallel-size", "two"), "argument --tensor-parallel-size/-tp: invalid"),
         (("M", "--no-such-option"), "unrecognized arguments: --no-such-option"),
-        (("M", "--additional-config", "{"), "argument --additional-config"),
+        (("M", "--additional-config", "{x}"), "argument --additional-config"),
         (("M", "--help"), "asks for vLLM's help"),
         (("M", "--config"), "No config file specified"),
         (("M", "--config", "/nowhere.yaml"), "nowhere"),
