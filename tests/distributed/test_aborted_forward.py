@@ -6,7 +6,7 @@ import pytest
 from multirank.rank_processes import RankProcesses
 from multirank.scenarios import Scenario, calls_for, find_problems, run_past_hooks
 from multirank.schedules import NUM_BLOCKS, Steps, decode
-from multirank.setups import SETUPS
+from multirank.setups import DECODE_SETUPS, SETUPS
 from multirank.toy_model import make_layers
 from multirank.toy_scheduler import Abort, ToyScheduler
 
@@ -48,6 +48,7 @@ def abort_then_prefill(abort: Abort) -> Steps:
         ("staged_strict", (1, 2, 3)),
         ("peers_strict", (1, 2, 3)),
         ("peers_uneven", (0, 1, 2, 3)),
+        ("peers_owner", (1, 2, 3)),
     ],
 )
 @pytest.mark.parametrize("abort", ABORTS, ids=str)
@@ -58,7 +59,7 @@ def test_steps_after_an_aborted_forward_are_right(
     setup_name: str,
     abort: Abort,
 ) -> None:
-    scenario = Scenario(make_layers(NUM_LAYERS), schedule(abort), group_ranks, SETUPS[setup_name])
+    scenario = Scenario(make_layers(NUM_LAYERS), schedule(abort), group_ranks, (SETUPS | DECODE_SETUPS)[setup_name])
     assert find_problems(four_ranks.run(calls_for(scenario))) == []
 
 

@@ -15,7 +15,7 @@ from multirank.rank import Call
 from multirank.rank_processes import RankProcesses
 from multirank.scenarios import Scenario, find_problems
 from multirank.schedules import mixed_batches
-from multirank.setups import AUTO, FULL, PEERS, STAGED
+from multirank.setups import AT_OWNER, AUTO, FULL, PEERS, STAGED
 from multirank.toy_model import make_layers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -44,7 +44,8 @@ def call_everywhere(function: object, *args: object) -> dict[int, Call]:
 
 
 def test_each_stage_makes_a_group_that_works_and_notices_disagreement(vllm_ranks: RankProcesses) -> None:
-    calls = call_everywhere(make_and_use, SIZES, SCENARIO, (FULL, STAGED, AUTO, PEERS))
+    setups = (FULL, STAGED, AUTO, PEERS, *(setup.with_decode(AT_OWNER) for setup in (STAGED, PEERS)))
+    calls = call_everywhere(make_and_use, SIZES, SCENARIO, setups)
     made: list[MadeGroup] = vllm_ranks.run(calls, limit_seconds=200)
     assert [(group.ranks, group.rank) for group in made] == [((0, 1), 0), ((0, 1), 1), ((2, 3), 0), ((2, 3), 1)]
     assert [group.label for group in made] == [FIRST_STAGE] * 2 + [SECOND_STAGE] * 2

@@ -1,13 +1,15 @@
 """Each way to bring the wrong bytes shows: what the other tests measure can fail."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from multirank.broken_transports import drop_run, lose_layer, move_nothing, spoil_piece
+from multirank.exchanges import forget_choices, swap_heads
 from multirank.rank_processes import RankProcesses
 from multirank.scenarios import Scenario, calls_for, run_and_stay, run_with_one_scratch_buffer
 from multirank.schedules import Steps, decode, prefill_only, reuse_at_once, with_gaps
-from multirank.setups import FULL, PEERS, PEERS_DEAF, RUNS, STAGED, TransferSetup, strict
+from multirank.setups import AT_OWNER, FULL, PEERS, PEERS_DEAF, RUNS, STAGED, TransferSetup, strict
 from multirank.toy_model import make_layers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
@@ -99,5 +101,45 @@ def test_peer_copies_that_wait_for_nobody_give_wrong_outputs(
     four_ranks: RankProcesses, group_ranks: tuple[int, ...], schedule: Callable[[], Steps]
 ) -> None:
     scenario = Scenario(LAYERS, schedule(), group_ranks, PEERS_DEAF)
+    reports = four_ranks.run(calls_for(scenario, run_and_stay))
+    assert any(report.wrong_outputs for report in reports)
+
+
+AT_OWNER_SETUPS = {"peers": PEERS, "gloo": STAGED}
+
+
+@pytest.mark.parametrize("setup", AT_OWNER_SETUPS.values(), ids=AT_OWNER_SETUPS)
+def test_decode_rows_that_attend_their_own_scratch_buffer_give_wrong_outputs(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup: TransferSetup
+) -> None:
+    broken = setup.with_decode(replace(AT_OWNER, attends_here=True))
+    reports = four_ranks.run(calls_for(Scenario(LAYERS, decode()[:2], group_ranks, broken)))
+    assert all(report.wrong_outputs for report in reports)
+
+
+@pytest.mark.parametrize("setup", AT_OWNER_SETUPS.values(), ids=AT_OWNER_SETUPS)
+def test_an_owner_that_swaps_heads_gives_wrong_outputs(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...], setup: TransferSetup
+) -> None:
+    broken = setup.with_decode(AT_OWNER.wrapped(swap_heads))
+    reports = four_ranks.run(calls_for(Scenario(LAYERS, decode()[:2], group_ranks, broken)))
+    assert all(report.wrong_outputs for report in reports)
+
+
+@pytest.mark.parametrize("setup", AT_OWNER_SETUPS.values(), ids=AT_OWNER_SETUPS)
+def test_choices_that_are_not_shared_make_the_outputs_of_all_but_the_indexers_owner_wrong(
+    four_ranks: RankProcesses, setup: TransferSetup
+) -> None:
+    broken = setup.with_decode(AT_OWNER.wrapped(forget_choices))
+    # The indexer is in the last layer.
+    layers = make_layers(4, with_indexer={3})
+    reports = four_ranks.run(calls_for(Scenario(layers, decode()[:2], (1, 2, 3), broken)))
+    assert [report.group_rank for report in reports if not report.wrong_outputs] == [2]
+
+
+def test_an_exchange_that_waits_for_nobody_gives_wrong_outputs(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...]
+) -> None:
+    scenario = Scenario(LAYERS, decode(), group_ranks, PEERS_DEAF.with_decode(AT_OWNER))
     reports = four_ranks.run(calls_for(scenario, run_and_stay))
     assert any(report.wrong_outputs for report in reports)

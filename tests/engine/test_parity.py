@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_LAYERS = 8
 PAGE_BYTES = 16 * 576 * 4  # block size x latent width x float32
-# 45 rows are 1/64 of the memory; a row has the heads of a rank, and twice those of both.
-EXCHANGE_BYTES = 45 * (2 + 2 * 4) * 576 * 4
+# 22 rows are 1/128 of the memory; a row has the heads of a rank, and twice those of both.
+EXCHANGE_BYTES = 22 * (2 + 2 * 4) * 576 * 4
 
 
 @pytest.mark.proves("TP 2", "model runner V1", "the `LLM` class")

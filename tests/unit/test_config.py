@@ -3,7 +3,7 @@ import pytest
 from vllm_kvpp.config import KVPPOptions, KVPPSettings, read_settings
 from vllm_kvpp.errors import KVPPConfigError
 
-KNOWN = "transfer, transport, staging_mib, transfer_timeout_seconds"
+KNOWN = "transfer, decode, transport, staging_mib, transfer_timeout_seconds"
 
 
 def reasons_against(additional_config):
@@ -119,6 +119,23 @@ def test_another_mode_of_transfer_is_refused_with_the_valid_ones(value):
 
     assert reason.startswith(f"kvpp.transfer is {value!r}: ")
     assert reason.endswith("(valid: auto, full, or active)")
+
+
+def test_decode_tokens_attend_where_that_costs_less_by_default():
+    assert read_settings({"enable_kvpp": True}).options.decode == "auto"
+
+
+@pytest.mark.parametrize("value", ["auto", "owner", "transfer"])
+def test_every_place_to_decode_is_understood(value):
+    assert read_settings({"kvpp": {"decode": value}}).options.decode == value
+
+
+@pytest.mark.parametrize("value", ["fast", "", None, 1, True, "Owner"])
+def test_another_place_to_decode_is_refused_with_the_valid_ones(value):
+    (reason,) = reasons_against({"kvpp": {"decode": value}})
+
+    assert reason.startswith(f"kvpp.decode is {value!r}: ")
+    assert reason.endswith("(valid: auto, owner, or transfer)")
 
 
 def test_another_transport_is_refused_with_the_valid_ones():

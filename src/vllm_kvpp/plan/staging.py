@@ -15,6 +15,7 @@ from vllm_kvpp.selection import QueryShape, TransferMode
 # Enough for a link to run at its full speed; more would only cost blocks.
 LARGEST_DEFAULT_BYTES = 64 * 1024 * 1024
 DEFAULT_SHARE = 64
+EXCHANGE_SHARE = 128
 # More rows than a decode step has, as a rule; a step with more moves history instead.
 MOST_EXCHANGE_ROWS = 512
 
@@ -49,9 +50,9 @@ def plan_exchange(queries: QueryShape | None, available_bytes: int) -> int:
     if queries is None:
         return 0
     row_bytes = queries.exchange_row_bytes
-    wanted = min(available_bytes // DEFAULT_SHARE, MOST_EXCHANGE_ROWS * row_bytes)
+    wanted = min(available_bytes // EXCHANGE_SHARE, MOST_EXCHANGE_ROWS * row_bytes)
     # Whole rows, and what lies behind begins where it would without.
-    return align_range(wanted // row_bytes * row_bytes) if wanted >= row_bytes else 0
+    return align_range(wanted // row_bytes * row_bytes)
 
 
 def plan_staging(plan: CachePlan, group_rank: int, available_bytes: int, asked_bytes: int | None) -> int:

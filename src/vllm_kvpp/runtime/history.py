@@ -88,7 +88,8 @@ class Step:
         ordered = sorted(self.requests, key=lambda request: request.num_tokens)
         decodes, others = ordered[: rows.num_requests], ordered[rows.num_requests :]
         is_open = bool(decodes and others) and decodes[-1].num_tokens == others[0].num_tokens
-        if is_open or sum(request.num_tokens for request in decodes) != rows.num_rows or rows.num_rows == 0:
+        is_all = len(decodes) == rows.num_requests > 0
+        if is_open or not is_all or sum(request.num_tokens for request in decodes) != rows.num_rows:
             return None
         return DecodeShare(
             num_rows=rows.num_rows,

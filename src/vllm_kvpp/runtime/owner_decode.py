@@ -102,7 +102,7 @@ class OwnerDecode:
         if self._warn is not None and self.mode != "transfer":
             self._warn(
                 f"A step decodes {share.num_rows} rows, but only {self._exchange.max_rows} have room to attend at the "
-                "owner, in a 64th of the KV cache memory: such steps move history."
+                "owner, in a 128th of the KV cache memory: such steps move history."
             )
             self._warn = None
         return False

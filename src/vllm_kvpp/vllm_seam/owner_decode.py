@@ -97,8 +97,8 @@ def _wrap_decode(name: str, impl: Any, decode: OwnerDecode, dtype: torch.dtype) 
         if not decode.is_on:
             return original(q, kv_cache, metadata, layer)
         query = q if isinstance(q, tuple) else (q,)
-        if any(part.dtype != dtype for part in query):
-            raise KVPPSeamError(f"The decode queries of {name} are {query[0].dtype}; KVPP planned for {dtype}.")
+        if others := [part.dtype for part in query if part.dtype != dtype]:
+            raise KVPPSeamError(f"The decode queries of {name} are {others[0]}; KVPP planned for {dtype}.")
         # The second is the logarithm of the sum of weights, which only decode context parallelism reads: refused.
         return decode.attend(name, query, lambda heads: original(heads, kv_cache, metadata, layer)[0]), None
 

@@ -76,7 +76,7 @@ class KVPPSession:
         if self._decode is not None and self._options.decode == "owner" and self._exchange_bytes == 0:
             raise KVPPBudgetError(
                 f"kvpp.decode is owner, but the KV cache memory of {available_bytes:,} bytes is too small for the "
-                f"exchange of one query ({self._decode.queries.exchange_row_bytes:,} bytes, of 1/64 of it). Raise "
+                f"exchange of one query ({self._decode.queries.exchange_row_bytes:,} bytes, of 1/128 of it). Raise "
                 "gpu_memory_utilization or kv_cache_memory_bytes, or set kvpp.decode to transfer."
             )
         self._tail_bytes = self._exchange_bytes + self._agree_on_tail(plan, available_bytes - self._exchange_bytes)

@@ -3,8 +3,10 @@
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from multirank.exchanges import LostExchange
 from multirank.rank import Rank
 from multirank.rank_caches import KVPPCaches
 from multirank.scenarios import Scenario, make_caches, make_group
@@ -69,6 +71,27 @@ def sleep_through_step(rank: Rank, scenario: Scenario) -> None:
     caches = _run_all_but_last(rank, scenario)
     time.sleep(_LONG_SECONDS)
     del caches
+
+
+def be_lost_in_exchange(rank: Rank, scenario: Scenario, call: str, layer_index: int, is_stuck: bool) -> None:
+    """Be killed in the last step, or be stuck, as a layer's gather or scatter would begin."""
+    num_earlier = sum(step.has_history for step in scenario.steps[:-1]) * len(scenario.layers)
+    lose = partial(
+        LostExchange, call=call, number=num_earlier + layer_index, instead=_be_stuck if is_stuck else _be_killed
+    )
+    decode = scenario.setup.decode
+    assert decode is not None
+    setup = scenario.setup.with_decode(decode.wrapped(lambda exchange, _: lose(exchange)))
+    caches = _run_all_but_last(rank, replace(scenario, setup=setup))
+    caches.run(scenario.steps[-1], embed(scenario.steps[-1]))
+
+
+def _be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _be_stuck() -> None:
+    time.sleep(_LONG_SECONDS)
 
 
 def disagree(rank: Rank, scenario: Scenario, blocks: BlockRuns) -> str:

@@ -56,7 +56,13 @@ def make_and_use(rank: Rank, sizes: dict[str, int], scenario: Scenario, setups: 
         error_of_different_values=_find_error(
             lambda: group.check_agreement("the cache plan", f"plan-{rank.world_rank}")
         ),
-        reports=tuple(run_on_group(replace(scenario, group_ranks=group.ranks, setup=setup), group) for setup in setups),
+        reports=tuple(
+            run_on_group(
+                replace(scenario, group_ranks=group.ranks, setup=setup),
+                replace(group, shares_memory=setup.shares_memory),
+            )
+            for setup in setups
+        ),
     )
 
 

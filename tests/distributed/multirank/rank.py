@@ -57,11 +57,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place in the world, with the groups it is in."""
+    """This process's place in the world, with the groups it is in, each twice: for transfers and for queries."""
 
     world_rank: int
     timeout_seconds: float
     groups: dict[tuple[int, ...], dist.ProcessGroup]
+    query_groups: dict[tuple[int, ...], dist.ProcessGroup]
 
 
 def serve(world: World, world_rank: int, connection: Connection) -> None:
@@ -85,12 +86,13 @@ def _join(world: World, world_rank: int) -> Rank:
     store = dist.FileStore(str(world.directory / "store"), world.size)
     dist.init_process_group("gloo", store=store, rank=world_rank, world_size=world.size)
     timeout = timedelta(seconds=world.timeout_seconds)
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: list[dict[tuple[int, ...], dist.ProcessGroup]] = [{}, {}]
     for ranks in world.groups:
-        group = dist.new_group(list(ranks), timeout=timeout)
-        if world_rank in ranks:
-            groups[ranks] = group
-    return Rank(world_rank, world.timeout_seconds, groups)
+        for groups in made:
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if world_rank in ranks:
+                groups[ranks] = group
+    return Rank(world_rank, world.timeout_seconds, *made)
 
 
 def _perform(call: Call, rank: Rank) -> Outcome:

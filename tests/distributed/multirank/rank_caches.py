@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from multirank.setups import TransferSetup
+from multirank.toy_decode import ToyDecode, describe_queries, make_decode
 from multirank.toy_group import Group
 from multirank.toy_model import ForwardAbortedError, Hidden, ToyCache, ToyLayer, abort_at, run_layers
 from multirank.toy_scheduler import BLOCK_SIZE, ToyStep
@@ -63,10 +64,15 @@ class ToyMemory:
         """A cache as `[num_blocks, page_size_bytes]`."""
         return self.backing[placed.range.offset : placed.range.end].view(-1, placed.cache.page_size_bytes)
 
-    def view_staging(self) -> torch.Tensor | None:
-        """The staging memory, None if there is none."""
+    def view_exchange(self, num_bytes: int) -> torch.Tensor:
+        """The first bytes of the tail."""
+        start = self.placement.tail.offset
+        return self.backing[start : start + num_bytes]
+
+    def view_staging(self, exchange_bytes: int) -> torch.Tensor | None:
+        """The staging memory, which is the rest of the tail; None if there is none."""
         tail = self.placement.tail
-        return self.backing[tail.offset : tail.end] if tail.num_bytes else None
+        return self.backing[tail.offset + exchange_bytes : tail.end] if tail.num_bytes > exchange_bytes else None
 
 
 class KVPPCaches:
@@ -89,15 +95,26 @@ class KVPPCaches:
         self._waits_after_write = waits_after_write
         self.plan = plan_layers(layers, group_size=len(group.ranks))
         largest_page_bytes = self.plan.largest_bundle_page_bytes
-        self._tail_bytes = PAGE_BYTES if setup.shares_memory else setup.staging_bytes(largest_page_bytes)
+        has_decode = setup.decode is not None and self.plan.bundles
+        self._exchange_bytes = setup.decode.exchange_bytes(describe_queries(self.plan)) if has_decode else 0
+        moving_bytes = PAGE_BYTES if setup.shares_memory else setup.staging_bytes(largest_page_bytes)
+        self._tail_bytes = self._exchange_bytes + moving_bytes
         placement = place(self.plan, group.rank, num_blocks, self._tail_bytes)
         self._memory = ToyMemory(placement, allocate_pages(max(placement.num_bytes, 1)))
         # As in the product, a stage without caches has nothing to share.
         peers = self._map_peers(group) if setup.shares_memory and placement.bundles else ()
         self._memory.backing.fill_(_GARBAGE + group.rank)
         self.target_layers = tuple(self._view_layer(index, peers) for index in range(len(placement.bundles)))
-        self.transport = setup.make_transport(group, self._memory.view_staging(), largest_page_bytes)
-        self.transfers = LayerTransfers(self.target_layers, self.transport, group.label, setup.transfer)
+        staging = self._memory.view_staging(self._exchange_bytes)
+        self.transport = setup.make_transport(group, staging, largest_page_bytes)
+        self._toy_decode = self._make_decode(group, setup, peers) if has_decode else None
+        self.transfers = LayerTransfers(
+            self.target_layers,
+            self.transport,
+            group.label,
+            setup.transfer,
+            self._toy_decode.decode if self._toy_decode is not None else None,
+        )
         self._tables = BlockTables(BLOCK_SIZE)
         self.violations: list[str] = []
         self._rows = self._view_rows()
@@ -144,16 +161,31 @@ class KVPPCaches:
         return tuple(bundle.layer_number for bundle in self.plan.owned_bundles(self.group_rank))
 
     def _run_model(self, step: ToyStep, hidden: Hidden) -> Hidden:
-        self.transfers.start_forward()
+        decode = self._toy_decode
+        self.transfers.start_forward(decode.find_rows(step) if decode is not None else None)
         hook = abort_at(step.abort, self._layers, self.transfers.before_layer)
         if self._waits_after_write:
-            return run_layers(self._layers, self._rows, step, hidden, after_write=hook)
-        return run_layers(self._layers, self._rows, step, hidden, before_write=hook)
+            return run_layers(self._layers, self._rows, step, hidden, after_write=hook, attention=decode)
+        return run_layers(self._layers, self._rows, step, hidden, before_write=hook, attention=decode)
+
+    def _make_decode(self, group: Group, setup: TransferSetup, peers: Sequence[ToyMemory]) -> ToyDecode:
+        assert setup.decode is not None
+        return make_decode(
+            setup.decode,
+            self.plan,
+            self.target_layers,
+            [cache for layer in self._layers if not layer.is_draft for cache in layer.caches],
+            [memory.view_exchange(self._exchange_bytes) for memory in peers or (self._memory,)],
+            group=group,
+            link=self.transport.traits,
+        )
 
     def _map_peers(self, group: Group) -> tuple[ToyMemory, ...]:
         num_blocks = self._memory.placement.num_blocks
         placements = [place(self.plan, rank, num_blocks, self._tail_bytes) for rank in range(len(group.ranks))]
-        return tuple(map(ToyMemory, placements, group.share(self._memory.backing)))
+        memories = map(ToyMemory, placements, group.share(self._memory.backing))
+        # As in the product: this rank writes its own.
+        return tuple(self._memory if rank == group.rank else memory for rank, memory in enumerate(memories))
 
     def _view_layer(self, target_index: int, peers: Sequence[ToyMemory]) -> TargetLayer:
         bundle = self._memory.placement.bundles[target_index]
@@ -178,6 +210,7 @@ def describe_schedule(step: ToyStep) -> ScheduleUpdate:
             request.num_computed_tokens,
             request.block_table[request.num_known_blocks :],
             replaces_blocks=request.num_known_blocks == 0,
+            num_tokens=len(request.token_ids),
         )
         for request in step.requests
     ]

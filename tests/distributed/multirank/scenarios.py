@@ -47,6 +47,10 @@ class Report:
     num_transferred_blocks: int
     num_calls: int
     num_steps_with_history: int
+    num_steps_with_transfers: int
+    num_steps_at_owner: int
+    num_exchanges: int
+    num_exchanged_bytes: int
 
     @property
     def problems(self) -> list[str]:
@@ -141,6 +145,7 @@ def make_group(rank: Rank, scenario: Scenario) -> ToyGroup:
         ranks=scenario.group_ranks,
         rank=scenario.group_ranks.index(rank.world_rank),
         data=rank.groups[scenario.group_ranks],
+        queries=rank.query_groups[scenario.group_ranks],
         timeout_seconds=scenario.limit_seconds or rank.timeout_seconds,
         make_signals=scenario.setup.make_signals,
     )
@@ -185,4 +190,8 @@ def make_report(
         num_transferred_blocks=counters.transferred_blocks,
         num_calls=counters.calls,
         num_steps_with_history=counters.steps_with_history,
+        num_steps_with_transfers=counters.steps_with_transfers,
+        num_steps_at_owner=counters.steps_at_owner,
+        num_exchanges=counters.exchanges,
+        num_exchanged_bytes=counters.query_bytes + counters.output_bytes,
     )

@@ -1,4 +1,4 @@
-"""How the ranks of a scenario move their blocks: the mode, the transport, and what is put round it."""
+"""How the ranks of a scenario move their blocks, or attend at the owner: modes, transports, what is put round them."""
 
 import random
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from typing import Self
 
 import torch
 
+from multirank.exchanges import uneven_exchange
+from multirank.toy_decode import DecodeSetup
 from multirank.toy_group import DeafSignals, Group, MakeSignals, SlowSignals
 from multirank.transports import RestlessTransport, StagingTransport, StrictTransport, UnevenTransport
 from vllm_kvpp.selection import TransferMode
@@ -21,7 +23,8 @@ Wrap = Callable[[Transport, int], Transport]
 class TransferSetup:
     """One way to run transfers; `wraps` go round the transport from the inside out.
 
-    Staging memory holds `num_staged_blocks` blocks of the largest bundle, whole or not.
+    Staging memory holds `num_staged_blocks` blocks of the largest bundle, whole or not. `decode` is None where all
+    requests attend on every rank.
     """
 
     transfer: TransferMode
@@ -29,6 +32,11 @@ class TransferSetup:
     shares_memory: bool = False
     make_signals: MakeSignals = Signals
     wraps: tuple[Wrap, ...] = ()
+    decode: DecodeSetup | None = None
+
+    def with_decode(self, decode: DecodeSetup) -> Self:
+        """The same with decode rows that may attend at the owner."""
+        return replace(self, decode=decode)
 
     def wrapped(self, *wraps: Wrap) -> Self:
         """The same with more round the transport."""
@@ -94,3 +102,18 @@ SETUPS = {
     "peers_auto_strict": PEERS_AUTO.wrapped(strict),
 }
 """Every setup that has to compute what the reference computes."""
+
+AT_OWNER = DecodeSetup("owner")
+WHAT_IS_CHEAPER = DecodeSetup("auto")
+# As with drafts: a request that decodes has up to three tokens.
+SEVERAL_TOKENS = DecodeSetup("owner", most_tokens=3, num_rows=8)
+
+DECODE_SETUPS = {
+    "peers_owner": PEERS.wrapped(strict).with_decode(AT_OWNER),
+    "peers_auto": PEERS.wrapped(strict).with_decode(WHAT_IS_CHEAPER),
+    "peers_uneven": PEERS_UNEVEN.with_decode(SEVERAL_TOKENS.wrapped(uneven_exchange)),
+    "gloo_owner": STAGED.wrapped(strict).with_decode(AT_OWNER),
+    "gloo_auto": RUNS.wrapped(strict).with_decode(WHAT_IS_CHEAPER),
+    "gloo_uneven": AUTO.wrapped(strict, uneven).with_decode(SEVERAL_TOKENS.wrapped(uneven_exchange)),
+}
+"""Those in which decode rows may attend at the owner."""

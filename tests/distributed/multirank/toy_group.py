@@ -3,7 +3,7 @@
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from vllm_kvpp.transport.base import Transport
 from vllm_kvpp.transport.broadcast import HostBroadcast
+from vllm_kvpp.transport.collective_exchange import CollectiveExchange
+from vllm_kvpp.transport.exchange import ExchangeArea, QueryExchange
 from vllm_kvpp.transport.peer_copies import PeerCopies
+from vllm_kvpp.transport.peer_exchange import PeerExchange
 from vllm_kvpp.transport.shared_memory import open_shared, share
 from vllm_kvpp.transport.signals import Inbox, Signals, open_writer
 
@@ -41,6 +44,9 @@ class Group(Protocol):
     def make_peer_copies(self) -> Transport:
         """Transfers by copies from the owner's shared memory. Collective."""
 
+    def make_exchange(self, areas: Sequence[ExchangeArea]) -> QueryExchange:
+        """The exchange of decode queries through every rank's area, or this rank's and collectives. Collective."""
+
 
 class MakeSignals(Protocol):
     """`Signals` or a class that stands in for it."""
@@ -51,11 +57,12 @@ class MakeSignals(Protocol):
 
 @dataclass(frozen=True)
 class ToyGroup:
-    """One group as one of its ranks sees it; `make_signals` says what peer copies wait by."""
+    """One group as one of its ranks sees it; `make_signals` says what copies and exchanges between peers wait by."""
 
     ranks: tuple[int, ...]
     rank: int
     data: dist.ProcessGroup
+    queries: dist.ProcessGroup
     timeout_seconds: float
     make_signals: MakeSignals = Signals
 
@@ -85,13 +92,22 @@ class ToyGroup:
 
     def make_peer_copies(self) -> Transport:
         """See `Group`."""
+        return PeerCopies(self.rank, self._connect(), self.timeout_seconds)
+
+    def make_exchange(self, areas: Sequence[ExchangeArea]) -> QueryExchange:
+        """See `Group`."""
+        if len(areas) > 1:
+            return PeerExchange(self.rank, areas, self._connect())
+        return CollectiveExchange(self.queries, areas[0])
+
+    def _connect(self) -> Signals:
         peers = tuple(peer for peer in range(len(self.ranks)) if peer != self.rank)
         inbox = Inbox(peers)
         offered = self.gather(inbox.handles)
         writers = {peer: open_writer(offered[peer][self.rank]) for peer in peers}
         self.gather("opened")
         inbox.close_writing()
-        return PeerCopies(self.rank, self.make_signals(inbox, writers, self.timeout_seconds), self.timeout_seconds)
+        return self.make_signals(inbox, writers, self.timeout_seconds)
 
 
 class SlowSignals(Signals):
@@ -107,9 +123,9 @@ class SlowSignals(Signals):
         super().send(peer, message)
         self._pause()
 
-    def expect(self, message: bytes) -> None:
+    def expect(self, message: bytes, peers: Collection[int] | None = None) -> None:
         """See `Signals.expect`."""
-        super().expect(message)
+        super().expect(message, peers)
         self._pause()
 
     def _pause(self) -> None:
@@ -119,6 +135,6 @@ class SlowSignals(Signals):
 class DeafSignals(SlowSignals):
     """Broken: takes every message for arrived, so that nobody waits for anybody."""
 
-    def expect(self, message: bytes) -> None:
+    def expect(self, message: bytes, peers: Collection[int] | None = None) -> None:
         """Return at once."""
         self._pause()

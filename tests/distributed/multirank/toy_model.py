@@ -5,7 +5,7 @@ rows up to the token, each byte with a weight of its own. Weights are odd, so on
 """
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class ToyCache:
     name: str
     row_bytes: int
     padding_bytes: int = 0
+    is_indexer: bool = False
 
     @property
     def page_size_bytes(self) -> int:
@@ -60,9 +61,29 @@ def make_layers(
         prefix = f"model.layers.{number}.self_attn"
         caches = [ToyCache(f"{prefix}.attn", row_bytes)]
         if number in with_indexer:
-            caches.insert(0, ToyCache(f"{prefix}.indexer.k_cache", row_bytes=3, padding_bytes=5))
+            caches.insert(0, ToyCache(f"{prefix}.indexer.k_cache", row_bytes=3, padding_bytes=5, is_indexer=True))
         layers.append(ToyLayer(tuple(caches), is_draft=number >= first + num_layers))
     return tuple(layers)
+
+
+class Attention:
+    """Writes a step's new rows into one cache, and attends to it: here, on this rank."""
+
+    def write(self, rows: torch.Tensor, step: ToyStep, hidden: Hidden, cache: ToyCache) -> None:
+        """Write the rows of all requests."""
+        for request in step.requests:
+            write_rows(rows, request, make_rows(hidden[request.request_id], cache))
+
+    def attend(self, rows: torch.Tensor, step: ToyStep, hidden: Hidden, cache: ToyCache) -> Hidden:
+        """Return the hidden states of all requests behind the cache."""
+        return attend_each(rows, step.requests, hidden, cache)
+
+
+def attend_each(rows: torch.Tensor, requests: Sequence[ScheduledRequest], hidden: Hidden, cache: ToyCache) -> Hidden:
+    """Attend some requests on this rank."""
+    return {
+        request.request_id: mix(hidden[request.request_id] + sum_history(rows, request, cache)) for request in requests
+    }
 
 
 def embed(step: ToyStep) -> Hidden:
@@ -78,23 +99,21 @@ def run_layers(
     *,
     before_write: Hook = lambda name: None,
     after_write: Hook = lambda name: None,
+    attention: Attention | None = None,
 ) -> Hidden:
     """Run one forward over all requests; `rows` maps a cache name to its `[num_blocks, BLOCK_SIZE, row_bytes]`.
 
     The hooks are called with the name of each target cache, before its first write and before its first read.
     """
+    attention = attention or Attention()
     for layer in layers:
         for cache in layer.caches:
             if not layer.is_draft:
                 before_write(cache.name)
-            for request in step.requests:
-                write_rows(rows[cache.name], request, make_rows(hidden[request.request_id], cache))
+            attention.write(rows[cache.name], step, hidden, cache)
             if not layer.is_draft:
                 after_write(cache.name)
-            hidden = {
-                request.request_id: attend(rows[cache.name], request, hidden[request.request_id], cache)
-                for request in step.requests
-            }
+            hidden = attention.attend(rows[cache.name], step, hidden, cache)
     return hidden
 
 
@@ -128,13 +147,13 @@ def write_rows(rows: torch.Tensor, request: ScheduledRequest, new_rows: torch.Te
     rows[blocks, positions % BLOCK_SIZE] = new_rows
 
 
-def attend(rows: torch.Tensor, request: ScheduledRequest, hidden: torch.Tensor, cache: ToyCache) -> torch.Tensor:
-    """The layer's output for the new tokens, each from all rows up to its own."""
+def sum_history(rows: torch.Tensor, request: ScheduledRequest, cache: ToyCache) -> torch.Tensor:
+    """What each new token reads: all rows up to its own, added up."""
     history = rows[torch.tensor(request.block_table)].flatten(0, 1)[: request.num_tokens]
     positions = torch.arange(request.num_tokens)[:, None]
     weights = mix(positions * 4093 + torch.arange(cache.row_bytes) + cache.seed) | 1
     sums = (history.to(torch.int64) * weights).sum(dim=1).cumsum(dim=0)
-    return mix(hidden + sums[request.num_computed_tokens :])
+    return sums[request.num_computed_tokens :]
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:

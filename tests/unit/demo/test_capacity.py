@@ -13,9 +13,10 @@ def test_the_shape_is_read_from_the_config(tmp_path):
     assert read_shape(tmp_path / "config.json") == SHAPE
 
 
-def test_blocks_are_those_that_vllm_was_seen_to_report():
+def test_what_decode_queries_travel_through_takes_less_than_a_hundredth_of_the_blocks():
     expected = expect_capacity(SHAPE, tp_size=2, kv_cache_bytes=256 * 1024**2, block_size=16, dtype_bytes=4)
-    assert (expected.num_blocks_off, expected.num_blocks_on) == (1213, 1450)
+    # vLLM was seen to report 1,450 before there was an exchange.
+    assert (expected.num_blocks_off, expected.num_blocks_on) == (1213, 1436)
 
 
 @pytest.mark.parametrize(("num_layers", "tp_size", "factor"), [(8, 2, 8 / 6), (8, 4, 2), (7, 2, 7 / 6), (61, 8, 6.1)])

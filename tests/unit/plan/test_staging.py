@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpp.errors import KVPPBudgetError
-from vllm_kvpp.plan import LayerCache, fit_num_blocks, place, plan_cache, plan_staging
+from vllm_kvpp.plan import LayerCache, fit_num_blocks, place, plan_cache, plan_exchange, plan_staging
+from vllm_kvpp.selection import QueryShape
 
 MIB = 1024 * 1024
 PAGE = 64 * 1024
@@ -48,3 +49,57 @@ def test_staging_memory_and_blocks_fit_together_into_what_is_available(num_layer
         assert place(plan, rank, num_blocks, staging_bytes).num_bytes <= available_bytes or num_blocks == 0
         if num_blocks:
             assert place(plan, rank, num_blocks + 1, staging_bytes).num_bytes > available_bytes
+
+
+# 128 heads of DeepSeek-V3 in bfloat16 on 8 ranks: a row takes 272 heads of 1152 bytes.
+QUERIES = QueryShape(128, 8, query_width=576, output_width=512, element_bytes=2)
+ROW = 272 * 1152
+
+
+def test_a_row_takes_its_heads_once_for_its_rank_and_twice_for_all_ranks():
+    assert QUERIES.exchange_row_bytes == ROW
+
+
+@pytest.mark.parametrize(
+    ("available_bytes", "num_rows"),
+    [(128 * ROW, 1), (128 * ROW * 2 - 1, 1), (1024 * MIB, 26), (128 * 1024 * MIB, 512), (10**15, 512)],
+)
+def test_the_exchange_gets_whole_rows_out_of_a_small_share_up_to_a_number(available_bytes, num_rows):
+    num_bytes = plan_exchange(QUERIES, available_bytes)
+
+    assert num_bytes // ROW == num_rows
+    assert num_bytes - num_rows * ROW < 512
+
+
+def test_the_exchange_of_narrow_queries_gets_no_more_rows_than_a_decode_step_has():
+    narrow = QueryShape(4, 2, query_width=64, output_width=64, element_bytes=2)
+
+    assert plan_exchange(narrow, 10**12) == 512 * narrow.exchange_row_bytes
+
+
+def test_a_budget_too_small_for_a_row_gives_the_exchange_nothing():
+    assert plan_exchange(QUERIES, 128 * ROW - 1) == 0
+
+
+def test_where_nothing_attends_at_the_owner_the_exchange_gets_nothing():
+    assert plan_exchange(None, 10**12) == 0
+
+
+shapes = st.builds(
+    lambda group_size, heads, *widths: QueryShape(group_size * heads, group_size, *widths),
+    st.integers(1, 8),
+    st.integers(1, 16),
+    st.integers(1, 576),
+    st.integers(1, 512),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 4, 2048]),
+)
+
+
+@given(shapes, st.integers(0, 10**11))
+def test_what_lies_behind_the_exchange_begins_where_a_range_may(shape, available_bytes):
+    num_bytes = plan_exchange(shape, available_bytes)
+
+    assert num_bytes % 512 == 0
+    assert num_bytes == 0 or num_bytes >= shape.exchange_row_bytes
+    assert num_bytes < max(available_bytes // 128, 1) + 512

@@ -1,4 +1,7 @@
 import json
+from dataclasses import replace
+
+import pytest
 
 from vllm_kvpp.plan import LayerCache, place, plan_cache
 from vllm_kvpp.plan.summary import CacheSummary
@@ -106,6 +109,8 @@ def test_the_report_holds_the_numbers_of_the_plan():
         "staging_bytes": 0,
         "transfer": "auto",
         "transport": "broadcast",
+        "decode": "transfer",
+        "exchange_bytes": 0,
     }
 
 
@@ -122,10 +127,25 @@ def test_the_log_shows_the_staging_memory():
         block_size=16,
         available_bytes=MIB,
         transfer="active",
-        has_staging=True,
+        staging_bytes=65_536,
     )
 
     assert line_of(summary, "transfer").endswith("active, by broadcast, through 65,536 bytes of staging memory")
+
+
+@pytest.mark.parametrize(
+    ("decode", "exchange_bytes", "words"),
+    [
+        ("transfer", 0, "moves history"),
+        ("owner", 4096, "at the owner; queries and outputs through 4,096 bytes"),
+        ("auto", 512, "at the owner, or moves history, what costs less; queries and outputs through 512 bytes"),
+    ],
+)
+def test_the_log_shows_where_decode_tokens_attend(decode, exchange_bytes, words):
+    summary = replace(summarise(), decode=decode, exchange_bytes=exchange_bytes)
+
+    assert line_of(summary, "decode") == f"  decode           {words}"
+    assert (summary.as_dict()["decode"], summary.as_dict()["exchange_bytes"]) == (decode, exchange_bytes)
 
 
 def test_the_report_is_plain_values():

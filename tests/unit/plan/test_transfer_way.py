@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpp.plan import StageShape, choose_way
+from vllm_kvpp.plan.transfer_way import estimate_cost
 from vllm_kvpp.selection import BlockRuns, LinkTraits, Way
 
 SHAPE = StageShape(num_blocks=1000, num_layers=8, num_components=12, page_size_bytes=200_000)
@@ -50,9 +51,24 @@ def test_calls_are_counted_by_layer_by_run_and_by_chunk():
     assert SHAPE.count_calls(Way.STAGED, blocks, 2) == 8 * 3
 
 
+@pytest.mark.parametrize(
+    ("way", "cost"),
+    [
+        (Way.WHOLE, 1000 * 200_000 + 8 * 1_000),
+        (Way.RUNS, 5 * 200_000 + 12 * 3 * 1_000),
+        (Way.STAGED, 5 * 200_000 * 1.5 + 8 * 3 * 1_000),
+    ],
+)
+def test_a_way_costs_its_bytes_its_calls_its_staging_and_a_price_for_each_layer(way, cost):
+    link = LinkTraits(call_bytes=1_000, layer_bytes=70, staging_factor=0.5, blocks_per_chunk=2)
+
+    assert estimate_cost(way, BlockRuns.of([1, 2, 5, 9, 10]), SHAPE, link) == cost + 8 * 70
+
+
 @given(st.sets(st.integers(0, 999), min_size=1), st.integers(0, 10**7), st.floats(0, 2), st.integers(0, 50))
 def test_auto_is_never_estimated_dearer_than_another_mode(ids, call_bytes, staging_factor, blocks_per_chunk):
-    link, blocks = LinkTraits(call_bytes, staging_factor, blocks_per_chunk), BlockRuns.of(ids)
+    link = LinkTraits(call_bytes, staging_factor=staging_factor, blocks_per_chunk=blocks_per_chunk)
+    blocks = BlockRuns.of(ids)
 
     def estimate(mode):
         way = choose_way(mode, blocks, SHAPE, link)

@@ -1,8 +1,11 @@
 import pytest
 import torch
 
+from vllm_kvpp.plan.decode_place import DecodeCosts
+from vllm_kvpp.plan.transfer_way import StageShape
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
-from vllm_kvpp.selection import LinkTraits
+from vllm_kvpp.runtime.owner_decode import OwnedPlace, OwnerDecode
+from vllm_kvpp.selection import ExchangeTraits, LinkTraits, QueryShape
 from vllm_kvpp.transport.base import BundleMemory
 from vllm_kvpp.transport.recording import RecordingTransport
 
@@ -11,14 +14,15 @@ class Stage:
     """The transfers of a stage with a recording transport; layer 1 has two caches, as with an indexer.
 
     `failures` says which layers' transfers fail, and how; `entry` is the cache by which layer 1 must be entered.
+    `decode` attends decode rows at the owners.
     """
 
-    def __init__(self, num_layers=3, *, failures=None, entry=None):
+    def __init__(self, num_layers=3, *, failures=None, entry=None, decode=None):
         self.failures = failures or {}
         self._entry = entry
         self.transport = RecordingTransport()
         self.layers = tuple(self._make_layer(number) for number in range(num_layers))
-        self.transfers = LayerTransfers(self.layers, self, "of ranks [2, 3]")
+        self.transfers = LayerTransfers(self.layers, self, "of ranks [2, 3]", decode=decode)
 
     def _make_layer(self, number):
         names = (f"layers.{number}.attn", *((f"layers.{number}.indexer",) if number == 1 else ()))
@@ -48,9 +52,9 @@ class Stage:
         """What the transport was asked, as "start 0", "wait 0", …"""
         return [f"{call} {self._number(memory)}" for call, memory in self.transport.log]
 
-    def run_forward(self, *names):
+    def run_forward(self, *names, rows=None):
         """Run the layers of these caches, all in order if none is named."""
-        self.transfers.start_forward()
+        self.transfers.start_forward(rows)
         for name in names or [name for layer in self.layers for name in layer.names]:
             self.transfers.before_layer(name)
 
@@ -65,3 +69,73 @@ class Stage:
 @pytest.fixture
 def make_stage():
     return Stage
+
+
+class FakeExchange:
+    """An exchange that writes down what it is asked; `failures` says which calls fail, and how.
+
+    `gathered` is what an owner gets. Every rank's output is that of its own heads, or `scattered`.
+    """
+
+    traits = ExchangeTraits(layer_bytes=0)
+
+    def __init__(self, rank, shape, *, max_rows=8):
+        self.rank = rank
+        self.shape = shape
+        self.max_rows = max_rows
+        self.log = []
+        self.failures = {}
+        self.num_rows = 0
+
+    def prepare(self, num_rows):
+        self.num_rows = num_rows
+        self.log.append(f"prepare {num_rows}")
+
+    def gather(self, owner_rank, query):
+        self._note(f"gather {owner_rank}")
+        self.query = query
+        own = torch.cat(query, dim=-1)
+        return torch.cat([own] * self.shape.group_size, dim=1) if owner_rank == self.rank else None
+
+    def scatter(self, owner_rank, output):
+        self._note(f"scatter {owner_rank}")
+        self.output = output
+        return torch.full((self.num_rows, self.shape.heads_per_rank, self.shape.output_width), 7.0)
+
+    def share(self, owner_rank, choices):
+        self._note(f"share {owner_rank}")
+        if owner_rank != self.rank:
+            choices.fill_(owner_rank + 1)
+
+    def _note(self, call):
+        self.log.append(call)
+        if call.split()[0] in self.failures:
+            raise self.failures[call.split()[0]]
+
+
+ATTENTION_PLACES = tuple(OwnedPlace(f"layers.{number}.attn", number % 2) for number in range(3))
+
+
+@pytest.fixture
+def make_decode():
+    """One rank's decode at the owners, of six heads in a group of three; and its exchange."""
+
+    def make_decode(
+        places=ATTENTION_PLACES,
+        *,
+        rank=0,
+        mode="owner",
+        num_choices=0,
+        max_rows=8,
+        traits=FakeExchange.traits,
+        warn=None,
+    ):
+        shape = QueryShape(6, 3, query_width=5, output_width=4, element_bytes=2, num_choices=num_choices)
+        exchange = FakeExchange(rank, shape, max_rows=max_rows)
+        stage = StageShape(num_blocks=100, num_layers=3, num_components=3, page_size_bytes=3_000)
+        costs = DecodeCosts(stage, num_attentions=3, queries=shape, link=LinkTraits(call_bytes=0), exchange=traits)
+        label = "of ranks [2, 3, 4]"
+        decode = OwnerDecode(places, exchange, costs, group_rank=rank, group_label=label, mode=mode, warn=warn)
+        return decode, exchange
+
+    return make_decode

@@ -64,7 +64,7 @@ def test_new_blocks_of_an_equally_long_history_are_noticed(tables):
 
 def test_a_request_without_scheduled_tokens_takes_no_part_but_keeps_its_blocks(tables):
     advance(tables, begin("a", 0, [9, 2]), begin("b", 0, [1]))
-    assert advance(tables, RequestUpdate("a", 4, [7], is_scheduled=False), RequestUpdate("b", 1)) == [1]
+    assert advance(tables, RequestUpdate("a", 4, [7], num_tokens=0), RequestUpdate("b", 1)) == [1]
 
     assert advance(tables, RequestUpdate("a", 9)) == [2, 7, 9]
 
@@ -88,11 +88,28 @@ def test_a_history_longer_than_its_blocks_is_refused(tables):
         advance(tables, begin("a", 5, [9]))
 
 
-def test_a_step_that_reads_the_same_blocks_is_the_same_object(tables):
+def test_the_blocks_of_a_step_that_reads_the_same_ones_are_the_same_object(tables):
     tables.advance(ScheduleUpdate([begin("a", 0, [9, 2])]))
     first = tables.advance(ScheduleUpdate([RequestUpdate("a", 5)]))
 
-    assert tables.advance(ScheduleUpdate([RequestUpdate("a", 6)])) is first
+    assert tables.advance(ScheduleUpdate([RequestUpdate("a", 6)])).active_blocks is first.active_blocks
+
+
+def test_a_step_describes_its_requests_with_their_tokens_and_blocks(tables):
+    tables.advance(ScheduleUpdate([begin("a", 0, [9, 2]), begin("b", 0, [1])]))
+    step = tables.advance(ScheduleUpdate([RequestUpdate("a", 5, [7], num_tokens=3), RequestUpdate("b", 2)]))
+
+    first, second = step.requests
+    assert (first.num_tokens, first.num_computed_tokens, list(first.blocks)) == (3, 5, [9, 2, 7])
+    assert list(first.history_blocks) == [9, 2]
+    assert (second.num_tokens, second.num_computed_tokens, list(second.history_blocks)) == (1, 2, [1])
+
+
+def test_a_step_does_not_describe_requests_without_scheduled_tokens(tables):
+    tables.advance(ScheduleUpdate([begin("a", 0, [9]), begin("b", 0, [1])]))
+    step = tables.advance(ScheduleUpdate([RequestUpdate("a", 4, num_tokens=0), RequestUpdate("b", 1, num_tokens=2)]))
+
+    assert [request.num_tokens for request in step.requests] == [2]
 
 
 requests = st.lists(st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 24)), max_size=5)

@@ -206,11 +206,17 @@ def test_counters_count_steps_transfers_and_bytes(make_stage):
     assert stage.transfers.counters.as_dict() == {
         "steps": 3,
         "steps_with_history": 2,
+        "steps_with_transfers": 2,
+        "steps_at_owner": 0,
         "transfers": 6,
         # One of two blocks.
         "transferred_bytes": 2 * (4 + 8 + 12),
         "transferred_blocks": 6,
         "calls": 6,
+        "exchanges": 0,
+        "query_bytes": 0,
+        "output_bytes": 0,
+        "choice_bytes": 0,
         # A recorded transfer takes three seconds, one of which is waited for.
         "waited_seconds": 6.0,
         "hidden_seconds": 12.0,

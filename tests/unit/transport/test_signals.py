@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from vllm_kvpp.transport.signals import MESSAGE_BYTES, Inbox, PipeHandle, Signals, open_writer
+from vllm_kvpp.transport.signals import MESSAGE_BYTES, Inbox, PipeHandle, Signals, make_message, open_writer
 
 
 def connect(size, timeout_seconds=5.0):
@@ -48,13 +48,45 @@ def test_a_rank_waits_for_all_others():
     assert not waiter.is_alive()
 
 
+def test_a_rank_waits_for_those_that_it_names_and_for_no_other():
+    ranks = connect(3, timeout_seconds=0.1)
+    ranks[2].send(0, message(2))
+    ranks[0].expect(message(2), peers=(2,))
+
+    with pytest.raises(TimeoutError, match=r"^nothing from group rank 2 within"):
+        ranks[0].expect(message(2), peers=(2,))
+
+
+def test_messages_of_ranks_that_are_not_waited_for_are_kept():
+    ranks = connect(3)
+    ranks[1].send(0, message(1))
+    ranks[2].send(0, message(2))
+    ranks[0].expect(message(2), peers=(2,))
+    ranks[0].expect(message(1), peers=(1,))
+
+
+def test_a_rank_that_has_ended_is_not_missed_by_who_waits_for_another():
+    ranks = connect(3)
+    end(ranks[1])
+    ranks[2].send(0, message())
+    ranks[0].expect(message(), peers=(2,))
+
+
+def test_messages_differ_by_what_a_step_does_and_by_the_place_in_it():
+    messages = {make_message(subject, number) for subject in ("runs", "decode 2") for number in range(3)}
+
+    assert len(messages) == 6
+    assert {len(found) for found in messages} == {MESSAGE_BYTES}
+    assert make_message("runs", 1) in messages
+
+
 def test_a_message_that_is_not_the_expected_one_names_its_sender():
     ranks = connect(3)
     ranks[1].send(0, message(1))
     ranks[2].send(0, message(2))
 
     with pytest.raises(
-        RuntimeError, match=r"^group rank 2 does not move the same blocks in this step \(0{22}02, not 0{22}01\)$"
+        RuntimeError, match=r"^group rank 2 does not move the same in this step \(0{22}02, not 0{22}01\)$"
     ):
         ranks[0].expect(message(1))
 

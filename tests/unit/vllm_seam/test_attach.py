@@ -51,29 +51,29 @@ def scheduler_output(*, new=None, running=None, resumed=None, scheduled=None, bl
 
 
 def described(output):
-    """Each request as (name, computed tokens, blocks, whether they replace, whether it is scheduled)."""
+    """Each request as (name, computed tokens, blocks, whether they replace, tokens to compute)."""
     return [
-        (update.request_id, update.num_computed_tokens, update.block_ids, update.replaces_blocks, update.is_scheduled)
+        (update.request_id, update.num_computed_tokens, update.block_ids, update.replaces_blocks, update.num_tokens)
         for update in describe_schedule(output).requests
     ]
 
 
 def test_a_new_request_brings_its_first_blocks():
-    assert described(scheduler_output(new={"a": 0})) == [("a", 0, [1, 2, 3, 4], True, True)]
+    assert described(scheduler_output(new={"a": 0})) == [("a", 0, [1, 2, 3, 4], True, 1)]
 
 
 def test_a_new_request_with_a_prefix_hit_brings_its_computed_tokens():
-    assert described(scheduler_output(new={"a": 64})) == [("a", 64, [1, 2, 3, 4], True, True)]
+    assert described(scheduler_output(new={"a": 64})) == [("a", 64, [1, 2, 3, 4], True, 1)]
 
 
 def test_a_running_request_has_the_history_that_the_scheduler_counts_and_blocks_to_append():
     output = scheduler_output(running={"a": 17, "b": 5}, blocks={"b": [7, 9]})
 
-    assert described(output) == [("a", 17, [], False, True), ("b", 5, [7, 9], False, True)]
+    assert described(output) == [("a", 17, [], False, 1), ("b", 5, [7, 9], False, 1)]
 
 
 def test_a_resumed_requests_blocks_take_the_place_of_the_old_ones():
-    assert described(scheduler_output(resumed={"a": 32}, blocks={"a": [8, 9]})) == [("a", 32, [8, 9], True, True)]
+    assert described(scheduler_output(resumed={"a": 32}, blocks={"a": [8, 9]})) == [("a", 32, [8, 9], True, 1)]
 
 
 def test_new_and_running_requests_of_one_batch_are_described_together():
@@ -82,10 +82,10 @@ def test_new_and_running_requests_of_one_batch_are_described_together():
     assert [update[:2] for update in described(output)] == [("a", 0), ("b", 9)]
 
 
-def test_requests_without_scheduled_tokens_are_told_apart():
+def test_each_request_has_the_tokens_that_are_scheduled_of_it_or_none():
     output = scheduler_output(new={"a": 0}, running={"b": 9, "c": 4}, scheduled={"a": 3, "c": 0})
 
-    assert [(update[0], update[4]) for update in described(output)] == [("a", True), ("b", False), ("c", False)]
+    assert [(update[0], update[4]) for update in described(output)] == [("a", 3), ("b", 0), ("c", 0)]
 
 
 def test_finished_requests_are_named():

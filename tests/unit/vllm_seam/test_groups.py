@@ -57,25 +57,49 @@ class FakeTransport:
         return SimpleNamespace(num_bytes=memory.whole.numel(), wait=wait)
 
 
+class FakeExchange:
+    """Brings each query back, or nothing; `owners` are those to which queries went, in order."""
+
+    def __init__(self, *, delivers=True):
+        self.delivers = delivers
+        self.owners = []
+        self.made_from = ()
+
+    def make(self, group, area):
+        self.made_from = (group, area)
+        return self
+
+    def prepare(self, num_rows):
+        """Nothing to prepare."""
+
+    def gather(self, owner_rank, query):
+        self.owners.append(owner_rank)
+        self.own = query[0]
+
+    def scatter(self, owner_rank, output):
+        return self.own if self.delivers else torch.zeros_like(self.own)
+
+
 def control_group(*ranks):
     return ranks, "gloo", None
 
 
 @pytest.fixture
 def make(monkeypatch):
-    """Make the groups of a world as one of its ranks, with a fake transport."""
+    """Make the groups of a world as one of its ranks, with a fake transport and a fake exchange."""
 
-    def make(rank=0, *, size=4, tp=2, pp=1, dp=1, pcp=1, transport=None):
-        world, transport = FakeWorld(rank, size), transport or FakeTransport()
+    def make(rank=0, *, size=4, tp=2, pp=1, transport=None, exchange=None, **options):
+        world, transport, exchange = FakeWorld(rank, size), transport or FakeTransport(), exchange or FakeExchange()
         monkeypatch.setattr(groups_module, "dist", world)
         monkeypatch.setattr(groups_module, "HostBroadcast", lambda *args: transport)
+        monkeypatch.setattr(groups_module, "CollectiveExchange", exchange.make)
         sizes = SimpleNamespace(
-            data_parallel_size=dp,
+            data_parallel_size=1,
             pipeline_parallel_size=pp,
-            prefill_context_parallel_size=pcp,
+            prefill_context_parallel_size=1,
             tensor_parallel_size=tp,
         )
-        return make_group(sizes, CPU, timeout_seconds=7.0, may_share_memory=False), world
+        return make_group(sizes, CPU, timeout_seconds=7.0, **({"may_share_memory": False} | options)), world
 
     return make
 
@@ -86,7 +110,9 @@ def test_every_rank_takes_part_in_making_every_group_in_the_same_order(make, ran
 
     assert sorted((ranks, backend or "default") for ranks, backend, _ in world.made) == [
         ((0, 1), "default"),
+        ((0, 1), "default"),
         ((0, 1), "gloo"),
+        ((2, 3), "default"),
         ((2, 3), "default"),
         ((2, 3), "gloo"),
     ]
@@ -96,7 +122,7 @@ def test_every_rank_takes_part_in_making_every_group_in_the_same_order(make, ran
 def test_ranks_first_meet_under_the_limit_of_the_backend(make):
     _, world = make(pp=2)
 
-    assert [timeout for _, _, timeout in world.made] == [None, None, timedelta(seconds=7), timedelta(seconds=7)]
+    assert [timeout for _, _, timeout in world.made] == [None] * 2 + [timedelta(seconds=7)] * 4
 
 
 @pytest.mark.parametrize(
@@ -155,6 +181,56 @@ def test_a_lost_probe_is_named_by_the_world_rank_of_its_sender(make):
         make(3, pp=2, transport=FakeTransport(delivers=False))
 
 
+def test_queries_travel_on_a_group_that_transfers_do_not_use(make):
+    exchange = FakeExchange()
+    group, world = make(2, pp=2, exchange=exchange)
+
+    assert exchange.made_from[0] is group.queries
+    # The second of the groups with the user's timeout that are made for these ranks.
+    assert [made is group.queries for made in world.made if made[:2] == ((2, 3), None)] == [False, True]
+
+
+def test_every_rank_is_the_owner_of_a_probe_of_queries_when_the_group_is_made(make):
+    exchange = FakeExchange()
+    make(tp=4, exchange=exchange)
+
+    assert exchange.owners == [0, 1, 2, 3]
+
+
+def test_an_exchange_that_delivers_nothing_stops_the_start(make):
+    with pytest.raises(
+        KVPPRankMismatchError,
+        match=r"of ranks \[2, 3\] does not deliver: a probe that went to rank 2 did not come back",
+    ):
+        make(3, pp=2, exchange=FakeExchange(delivers=False))
+
+
+def test_a_group_that_is_not_to_exchange_probes_no_exchange(make):
+    exchange = FakeExchange()
+    make(exchange=exchange, may_exchange=False)
+
+    assert exchange.owners == []
+
+
+def test_a_group_that_shares_memory_exchanges_through_it(make, monkeypatch):
+    monkeypatch.setattr(groups_module, "_can_share_memory", lambda group: True)
+    monkeypatch.setattr(groups_module, "PeerExchange", lambda *args: args)
+    monkeypatch.setattr(KVPPGroup, "_make_signals", lambda group: "signals")
+    exchange = FakeExchange()
+    group, _ = make(1, exchange=exchange, may_share_memory=True)
+
+    assert group.make_exchange(["area 0", "area 1"]) == (1, ["area 0", "area 1"], "signals")
+    assert exchange.owners == []
+
+
+def test_a_group_that_shares_no_memory_exchanges_by_collectives_through_its_own(make):
+    exchange = FakeExchange()
+    group, _ = make(1, exchange=exchange)
+    group.make_exchange(["own area"])
+
+    assert exchange.made_from == (group.queries, "own area")
+
+
 def test_a_device_with_streams_gets_broadcasts_on_a_stream_of_its_own(make, monkeypatch):
     made = []
     monkeypatch.setattr(groups_module, "make_stream_broadcast", lambda *args: made.append(args))
@@ -179,7 +255,14 @@ def test_memory_that_cannot_be_shared_is_named_by_rank_with_a_remedy(make):
 
 def test_a_group_cannot_be_changed():
     group = KVPPGroup(
-        ranks=(0, 1), rank=0, device=CPU, timeout_seconds=1.0, data=None, control=None, shares_memory=False
+        ranks=(0, 1),
+        rank=0,
+        device=CPU,
+        timeout_seconds=1.0,
+        data=None,
+        queries=None,
+        control=None,
+        shares_memory=False,
     )
 
     with pytest.raises(AttributeError):

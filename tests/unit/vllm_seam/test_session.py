@@ -1,4 +1,5 @@
 import mmap
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_kvpp.deployment import Deployment
 from vllm_kvpp.errors import KVPPBudgetError, KVPPConfigError
 from vllm_kvpp.plan import fit_num_blocks, plan_cache
+from vllm_kvpp.selection import ExchangeTraits
 from vllm_kvpp.transport.recording import RecordingTransport
 from vllm_kvpp.vllm_seam import session as session_module
 from vllm_kvpp.vllm_seam.placement import describe_caches
@@ -29,6 +31,7 @@ class FakeGroup:
     ranks = (2, 3)
     size = 2
     label = "of ranks [2, 3]"
+    device = CPU
 
     def __init__(self, rank=0, *, shares_memory=False):
         self.rank = rank
@@ -54,8 +57,19 @@ class FakeGroup:
         self.staged_by = (0 if staging is None else staging.numel(), largest_page_bytes)
         return RecordingTransport()
 
+    def make_exchange(self, areas):
+        self.areas = areas
+        return SimpleNamespace(traits=ExchangeTraits(0), max_rows=areas[0].max_rows)
+
     def check_agreement(self, what, value):
         self.agreed.append((what, value))
+
+
+class PlainLayer:
+    """A layer with a cache that is no attention of vLLM's: nothing of it can attend at the owner."""
+
+    def prepare_kv_cache_update(self, attn_metadata):
+        """Nothing to prepare."""
 
 
 class FakeRunner:
@@ -82,9 +96,11 @@ def make_config(
             num_gpu_blocks_override=override,
             prefix_cache_retention_interval=None,
         ),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        model_config=SimpleNamespace(max_model_len=max_model_len, original_max_model_len=original_max_model_len),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        compilation_config=SimpleNamespace(static_forward_context=defaultdict(PlainLayer)),
+        model_config=SimpleNamespace(
+            max_model_len=max_model_len, original_max_model_len=original_max_model_len, dtype=torch.bfloat16
+        ),
+        parallel_config=SimpleNamespace(data_parallel_index=0, prefill_context_parallel_size=1),
         speculative_config=None,
     )
 
@@ -115,14 +131,21 @@ def test_the_group_is_made_with_the_users_timeout(make_session):
     config, group = make_config(), FakeGroup()
     make_session(config, group=group)
 
-    assert group.made_from == (config.parallel_config, CPU, 7.0, {"may_share_memory": True})
+    assert group.made_from == (config.parallel_config, CPU, 7.0, {"may_share_memory": True, "may_exchange": True})
 
 
 def test_a_group_that_is_to_broadcast_does_not_try_to_share_memory(make_session):
     group = FakeGroup()
     make_session(make_config(transport="broadcast"), group=group)
 
-    assert group.made_from[-1] == {"may_share_memory": False}
+    assert group.made_from[-1]["may_share_memory"] is False
+
+
+def test_a_group_that_is_to_move_history_does_not_try_an_exchange(make_session):
+    group = FakeGroup()
+    make_session(make_config(decode="transfer"), group=group)
+
+    assert group.made_from[-1]["may_exchange"] is False
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -245,8 +268,7 @@ def run_to_attachment(make_session, specs, *, group=None, **options):
     session = make_session(config, group=group)
     placed = session.place(plan_with_engine(config, specs, session.plan_budget(specs, AVAILABLE, runner)))
     for name, cache in allocate_kv_cache(placed, CPU, KVCacheLayout.LBHNC).items():
-        module = SimpleNamespace(kv_cache=cache, prepare_kv_cache_update=lambda attn_metadata: None)
-        config.compilation_config.static_forward_context[name] = module
+        config.compilation_config.static_forward_context[name].kv_cache = cache
     session.attach(runner)
     return session
 
