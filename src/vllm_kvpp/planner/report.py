@@ -44,9 +44,7 @@ def describe_setting(plan: Plan) -> str:
 
 
 def _make_head(plan: Plan) -> Text:
-    return Text(
-        f"{plan.model.name} ({plan.model.architecture})\n{describe_setting(plan)}\n{_describe_memory(plan)}"
-    )
+    return Text(f"{plan.model.name} ({plan.model.architecture})\n{describe_setting(plan)}\n{_describe_memory(plan)}")
 
 
 def _name_dtype(plan: Plan) -> str:
