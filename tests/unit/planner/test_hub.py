@@ -71,6 +71,8 @@ class Request(BaseHTTPRequestHandler):
     def _send_head(self):
         self.send_response(200)
         self.send_header("X-Repo-Commit", COMMIT)
+        # huggingface_hub writes it to stderr.
+        self.send_header("X-HF-Warning", "topic; ask less often")
         self.send_header("ETag", '"e"')
         self.send_header("Content-Length", str(len(self.server.content)))
         self.end_headers()
