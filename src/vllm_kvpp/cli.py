@@ -57,9 +57,7 @@ def demo(
 
 @app.command()
 def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
-    model: Annotated[
-        str, typer.Argument(help="A folder, a config.json, a name of the catalogue, or a hub's owner/name.")
-    ],
+    model: Annotated[str, typer.Argument(help="Folder, config.json, name of the catalogue, or a hub's owner/name.")],
     tp: Annotated[int, typer.Option(min=1, max=1024, help="Tensor parallel size.")] = 8,
     pcp: Annotated[int, typer.Option(min=1, max=1024, help="Prefill context parallel size.")] = 1,
     pp: Annotated[int, typer.Option(min=1, max=512, help="Pipeline parallel size.")] = 1,

@@ -192,6 +192,15 @@ class ProbeExtension:
             if hasattr(layer, "kv_cache")
         }
 
+    def describe_caches(self) -> dict[str, Any]:
+        """The bytes of one block of each cache as vLLM itself states them, and the names of those of draft layers."""
+        specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
+        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        return {
+            "page_bytes": {name: spec.page_size_bytes for name, spec in specs.items()},
+            "drafts": sorted(drafter._draft_attn_layer_names) if drafter is not None else [],
+        }
+
     def describe_worker(self) -> dict[str, Any]:
         """What a worker is made of, and which of our modules it has loaded."""
         runner = self.model_runner  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.planner.planning import Plan, PlanOptions, plan_model, plan_steps
 from vllm_kvpp.planner.traffic import StepTraffic
 
-# Charts go on to twice what was asked, and at least to here.
+# Charts go on to twice what was asked, and at least to here; with more ranks they leave some sizes out.
 MOST_RANKS = 16
 FIRST_CONTEXT, MOST_CONTEXT = 1024, 131_072
 
@@ -47,8 +47,9 @@ def make_charts(plan: Plan) -> tuple[Chart, ...]:
 
 def _chart_factor(plan: Plan) -> Chart:
     asked = plan.capacity.group_size
-    largest = min(len(stage.layers) for stage in plan.capacity.stages)
-    regrouped = _try_each(range(2, min(largest, max(MOST_RANKS, 2 * asked)) + 1), lambda size: _regroup(plan, size))
+    most = min(max(MOST_RANKS, 2 * asked), *(len(stage.layers) for stage in plan.capacity.stages))
+    sizes = sorted({asked, *range(2, most + 1, -(-most // MOST_RANKS))})
+    regrouped = _try_each(sizes, lambda size: _regroup(plan, size))
     lines = [_draw_line("KVPP", asked, [(size, capacity.factor) for size, capacity in regrouped])]
     if plan.dcp_refusal is None:
         lines.append(_draw_line("DCP", asked, [(size, float(size)) for size, _ in regrouped]))

@@ -17,7 +17,7 @@ DOTS_PER_INCH = 110
 COLOURS = {"KVPP": "#0072B2", "DCP": "#D55E00", "without KVPP": "#666666"}
 OTHER_COLOURS = ("#0072B2", "#009E73")
 # Text stays text, and two pictures of one plan are equal.
-SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "vllm-kvpp", "font.family": "sans-serif"}
+SETTINGS: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "vllm-kvpp", "font.family": "sans-serif"}
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 

@@ -10,7 +10,7 @@ CONFIG = "config.json"
 # Until the hub answers at all, and until the file has to be here. The second also ends what no timeout of a request
 # does: retries, name servers that do not answer, a file that trickles.
 ANSWER_SECONDS = 4.0
-DEADLINE_SECONDS = 8.0
+DEADLINE_SECONDS = 7.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 

@@ -41,7 +41,7 @@ def split_model(model: MLAModel, *, tp_size: int, pcp_size: int, pp_size: int, p
     sizes = _split_evenly(model.num_layers, pp_size) if partition is None else _parse(partition, model, pp_size)
     parallelism = Parallelism(tp_size, pcp_size, sizes)
     if parallelism.group_size == 1:
-        raise PlannerError("--tp is 1 and --pcp is 1: a group of one rank shares nothing; use --tp 2 or more.")
+        raise PlannerError("--tp is 1 and --pcp is 1, but KVPP needs a group larger than 1; use --tp 2 or more.")
     if parallelism.group_size > min(sizes):
         raise PlannerError(
             f"--tp {tp_size} and --pcp {pcp_size} make a group of {parallelism.group_size} ranks, but the smallest "

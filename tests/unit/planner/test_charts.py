@@ -38,7 +38,7 @@ def test_the_factor_counts_drafts_and_stages(charts, plan):
 
 
 def test_no_group_is_larger_than_the_smallest_stage_has_layers(charts):
-    assert max(_lines(charts(pp_size=8)["factor"])["KVPP"]) == 7
+    assert max(_lines(charts(tp_size=4, pp_size=8)["factor"])["KVPP"]) == 7
 
 
 def test_dcp_has_a_line_where_vllm_has_dcp_and_none_where_not(charts):

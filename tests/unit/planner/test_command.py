@@ -49,6 +49,7 @@ def test_every_option_reaches_the_plan(run):
         "max-num-batched-tokens": ("num_batched_tokens", 4096),
         "link": ("link", "pcie4"),
         "transfer": ("transfer", "full"),
+        "decode": ("decode", "owner"),
         "transport": ("transport", "shared-memory"),
     }
     arguments = [part for name, (_, value) in asked.items() for part in (f"--{name}", value)]

@@ -125,7 +125,7 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_planned(name, draw
 @pytest.mark.parametrize("name", ["nowhere/plan.svg", "folder.svg"])
 def test_a_file_that_cannot_be_written_is_one_line(name, draw, tmp_path):
     (tmp_path / "folder.svg").mkdir()
-    result, path = draw(name)
+    result, _ = draw(name)
 
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "--plot is " in result.stderr
