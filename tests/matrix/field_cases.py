@@ -261,8 +261,10 @@ FIELD_CASES: tuple[FieldCase, ...] = (
     FieldCase(
         _github("ai-dynamo/aiconfigurator/pull/912"),
         "A planner takes a nested MLA model for another kind",
-        CANNOT_OCCUR,
-        "There is no planner yet; the runtime reads vLLM's cache specs and no model names.",
+        TEST,
+        "The planner reads the language model's fields wherever they are nested; the runtime reads vLLM's cache specs and "
+        "no model names.",
+        ("test_a_nested_language_model_is_read_with_the_quantization_outside",),
     ),
     FieldCase(
         _github("vllm-project/vllm/pull/32614"),

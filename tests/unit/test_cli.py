@@ -19,7 +19,8 @@ def run():
 def with_vllm_and_model(monkeypatch):
     monkeypatch.setattr(demo_app, "check_vllm", lambda: None)
     monkeypatch.setattr(demo_app, "check_checkpoint", lambda _folder: None)
-    monkeypatch.setattr(demo_app, "read_shape", lambda _path: ModelShape(num_layers=8, num_heads=4, latent_dim=576, output_dim=512))
+    shape = ModelShape(num_layers=8, num_heads=4, latent_dim=576, output_dim=512)
+    monkeypatch.setattr(demo_app, "read_shape", lambda _path: shape)
 
 
 def test_without_a_command_the_help_is_shown(run):

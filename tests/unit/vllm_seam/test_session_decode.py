@@ -188,6 +188,6 @@ def test_owner_with_a_memory_too_small_for_one_query_is_refused_with_what_it_tak
         run_to_attachment(decode="owner", available_bytes=128 * QUERIES.exchange_row_bytes - 1)
 
     assert str(caught.value).startswith(
-        f"kvpp.decode is owner, but the KV cache memory of {128 * 120 - 1:,} bytes is too small for the exchange of one "
-        "query (120 bytes, of 1/128 of it)."
+        f"kvpp.decode is owner, but the KV cache memory of {128 * 120 - 1:,} bytes is too small for the exchange of "
+        "one query (120 bytes, of 1/128 of it)."
     )
