@@ -36,10 +36,11 @@ from sweep_command import (
 )
 from tiny_model import DTYPE, NUM_HEADS, NUM_LAYERS, PAGE_BYTES
 
-# Requests, and histories in tokens. The largest fill the pool.
-SHAPES = {1: (64, 1024, 4096, 8192), 4: (64, 1024, 4096, 8192), 32: (64, 1024)}
+# Requests, and histories in tokens; the prefills of more would take most of the time.
+SHAPES = {1: (64, 1024, 4096, 8192), 4: (64, 1024, 4096), 32: (64, 1024)}
 BATCHES = tuple(Batch(num_requests, tokens) for num_requests, lengths in SHAPES.items() for tokens in lengths)
-NUM_POOL_BLOCKS = max(batch.num_active_blocks for batch in BATCHES)
+# Some more than the largest batch takes.
+NUM_POOL_BLOCKS = max(batch.num_active_blocks for batch in BATCHES) + 128
 CELLS = tuple(Cell(f"{batch.num_requests} × {batch.num_history_tokens:,}", NUM_POOL_BLOCKS, batch) for batch in BATCHES)
 QUICK_CELLS = (CELLS[0], CELLS[-1])
 # Of each rank, with room for what KVPP keeps beside the caches.

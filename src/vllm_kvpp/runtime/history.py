@@ -79,9 +79,10 @@ class Step:
         """Whether any scheduled request reads tokens of an earlier forward (R-RUN-1)."""
         return bool(self.active_blocks)
 
-    def split_decodes(self, rows: DecodeRows) -> DecodeShare | None:
+    def split_decodes(self, rows: DecodeRows, *, most_attended: int | None = None) -> DecodeShare | None:
         """Find the requests that decode: those with the fewest tokens.
 
+        A row attends to at most `most_attended` tokens, as with sparse attention; None if to all before it.
         Returns None if the schedule leaves open which they are, because another has as few, or if it says something
         else than `rows`. Whoever asks on another rank gets the same answer.
         """
@@ -93,12 +94,15 @@ class Step:
             return None
         return DecodeShare(
             num_rows=rows.num_rows,
-            num_attended_tokens=sum(
-                request.num_tokens * (request.num_computed_tokens + request.num_tokens) for request in decodes
-            ),
+            num_attended_tokens=sum(_count_attended(request, most_attended) for request in decodes),
             other_blocks=BlockRuns.of(block for request in others for block in request.history_blocks),
             has_others=bool(others),
         )
+
+
+def _count_attended(request: StepRequest, most_attended: int | None) -> int:
+    length = request.num_computed_tokens + request.num_tokens
+    return request.num_tokens * (length if most_attended is None else min(length, most_attended))
 
 
 class BlockTables:

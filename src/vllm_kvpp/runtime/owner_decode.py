@@ -82,7 +82,9 @@ class OwnerDecode:
 
         Returns what is left to be moved by transfers; None if all of it is, and the forward goes without.
         """
-        share = step.split_decodes(rows) if rows is not None else None
+        if rows is None:
+            return None
+        share = step.split_decodes(rows, most_attended=self._costs.queries.num_choices or None)
         if share is None or not self._fits(share) or not self._chooses(step, share, transfer):
             return None
         self._num_rows = share.num_rows

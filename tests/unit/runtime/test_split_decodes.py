@@ -42,6 +42,12 @@ def test_a_decode_row_attends_to_its_history_and_to_the_new_tokens():
     assert share.num_attended_tokens == (9 + 1) + (4 + 1)
 
 
+def test_a_sparse_row_attends_to_no_more_than_what_is_chosen_for_it():
+    share = step_of(*MIXED).split_decodes(DecodeRows(2, 2), most_attended=7)
+
+    assert share.num_attended_tokens == 7 + (4 + 1)
+
+
 def test_each_of_several_rows_of_a_request_attends():
     share = step_of(request(3, 10), request(8, 0, 20)).split_decodes(DecodeRows(1, 3))
 
