@@ -158,14 +158,15 @@ def test_other_drafts_are_accepted_when_a_rank_loses_its_draft_cache(mtp_runs: d
 
 
 @pytest.mark.proves("model runner V2", "MTP")
-def test_verified_drafts_that_attend_at_the_owner_equal_those_without_kvpp_bit_for_bit(
+def test_where_the_backend_verifies_drafts_as_it_does_prompts_their_history_is_moved(
     mtp_runs: dict[bool, EngineRun],
 ) -> None:
     on, off = mtp_runs[True].actions[7], mtp_runs[False].actions[0]
     assert on["answers"] == off["answers"]
     assert on["schedule"] == off["schedule"]
     for before, after in zip(mtp_runs[True].actions[6], mtp_runs[True].actions[8], strict=True):
-        assert after["counters"]["steps_at_owner"] > before["counters"]["steps_at_owner"]
+        assert after["counters"]["steps_with_transfers"] > before["counters"]["steps_with_transfers"]
+        assert after["counters"]["steps_at_owner"] == 0
 
 
 def test_draft_layers_of_the_speculator_own_no_layer(mtp_runs: dict[bool, EngineRun]) -> None:

@@ -27,6 +27,7 @@ _NOT_RUN = "nobody has run it with all heads yet"
 
 DECODE_BACKENDS: tuple[DecodeBackend, ...] = (
     DecodeBackend("CPU_MLA", _FROM_QUERY, None),
+    # Its kernel gives each head the same bits, whatever the others are, as tests hold in Triton's interpreter.
     DecodeBackend("TRITON_MLA", f"{_FROM_QUERY}; on devices a workspace is reserved for one rank's heads", None),
     DecodeBackend("AMX_MLA", "num_heads of the implementation", "its output has room for one rank's heads"),
     DecodeBackend(
