@@ -262,8 +262,8 @@ FIELD_CASES: tuple[FieldCase, ...] = (
         _github("ai-dynamo/aiconfigurator/pull/912"),
         "A planner takes a nested MLA model for another kind",
         TEST,
-        "The planner reads the language model's fields wherever they are nested; the runtime reads vLLM's cache specs and "
-        "no model names.",
+        "The planner reads the language model's fields wherever they are nested; the runtime reads vLLM's cache specs "
+        "and no model names.",
         ("test_a_nested_language_model_is_read_with_the_quantization_outside",),
     ),
     FieldCase(
