@@ -11,7 +11,9 @@ from recall_runs import REPORT, kvpp, rpc
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-WORKLOAD, METRICS_AT, REPORT_AT, FAULTS_AT = range(4)
+WORKLOAD, METRICS_AT, REPORT_AT = range(3)
+# Decode at the owner, between reports; then sabotaged; then the faults, some of which cannot be undone.
+BEFORE_OWNER, AT_OWNER, AFTER_OWNER, ATTENDED_HERE, FAULTS_AT = 5, 6, 7, 10, 13
 PROBES_AT = 2
 FORGET = {"kind": "forget prefixes"}
 # Block size x width x bytes.
@@ -36,11 +38,12 @@ class Pair:
         probes = [rpc(probe) for probe in case.probes]
         self.off = self._run(factory, {**engine, "additional_config": kvpp(False)}, [*plain, *probes])
         at_owner = [
-            *(rpc("restore_transfers"), rpc("set_decode", "owner"), FORGET, REPORT, case.make_workload(), REPORT),
+            *(rpc("set_decode", "owner"), FORGET, REPORT, case.make_workload(), REPORT),
             *(rpc("sabotage_decode"), FORGET, case.make_workload()),
+            *(rpc("restore_decode"), rpc("set_decode", "transfer")),
         ]
         on = {**engine, "additional_config": kvpp(True)}
-        self.on = self._run(factory, on, [*plain, REPORT, *faults, *at_owner])
+        self.on = self._run(factory, on, [*plain, REPORT, *at_owner, *faults])
 
     def _run(self, factory: pytest.TempPathFactory, engine: dict[str, Any], actions: list[dict[str, Any]]) -> EngineRun:
         folder = factory.mktemp("run")
@@ -55,23 +58,9 @@ class Pair:
             timeout_seconds=400,
         )
 
-    @property
-    def _at_owner(self) -> int:
-        return FAULTS_AT + 4 * len(self.case.faults) + 4
-
-    @property
-    def served_at_owner(self) -> Any:
-        """What was served with decode at the owner."""
-        return self.on.actions[self._at_owner]
-
-    @property
-    def served_here(self) -> Any:
-        """The same, sabotaged: every rank attends to what it holds."""
-        return self.on.actions[self._at_owner + 4]
-
     def count_at_owner(self, counter: str) -> list[float]:
         """What each rank counted with decode at the owner."""
-        reports = zip(self.on.actions[self._at_owner - 1], self.on.actions[self._at_owner + 1], strict=True)
+        reports = zip(self.on.actions[BEFORE_OWNER], self.on.actions[AFTER_OWNER], strict=True)
         return [after["counters"][counter] - before["counters"][counter] for before, after in reports]
 
     def under_fault(self, index: int) -> Any:
@@ -116,8 +105,8 @@ def test_schedules_and_answers_equal_those_of_a_run_without_kvpp_bit_for_bit(get
 @NAMES
 def test_with_decode_at_the_owner_answers_equal_those_without_kvpp_bit_for_bit(get_pair: Any, name: str) -> None:
     pair = get_pair(name)
-    assert pair.served_at_owner["schedule"] == pair.off.actions[WORKLOAD]["schedule"]
-    assert pair.served_at_owner["answers"] == pair.off.actions[WORKLOAD]["answers"]
+    assert pair.on.actions[AT_OWNER]["schedule"] == pair.off.actions[WORKLOAD]["schedule"]
+    assert pair.on.actions[AT_OWNER]["answers"] == pair.off.actions[WORKLOAD]["answers"]
 
 
 # With drafts a request has several tokens to verify, which this platform's backend computes as it does a prompt.
@@ -135,7 +124,7 @@ def test_decode_at_the_owner_moves_less_history(get_pair: Any, name: str) -> Non
 @DECODING
 def test_answers_differ_when_decode_attends_to_what_each_rank_holds(get_pair: Any, name: str) -> None:
     pair = get_pair(name)
-    assert pair.served_here["answers"] != pair.off.actions[WORKLOAD]["answers"]
+    assert pair.on.actions[ATTENDED_HERE]["answers"] != pair.off.actions[WORKLOAD]["answers"]
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.equals_hugging_face])
