@@ -133,8 +133,8 @@ def test_with_kvpp_off_the_workers_are_vllms_own(off_run: EngineRun, on_run: Eng
         assert off_worker["class"] == "CPUWorker"
         assert off_worker["wrapped_layers"] == off_worker["num_model_hooks"] == 0
         assert not off_worker["is_runner_wrapped"]
-        # KVPP adds one group for the bundles and one for the checks at start-up.
-        assert on_worker["num_process_groups"] - off_worker["num_process_groups"] == 2
+        # KVPP adds one group for the bundles, one for decode queries, and one for the checks at start-up.
+        assert on_worker["num_process_groups"] - off_worker["num_process_groups"] == 3
     assert "KVPP" not in off_run.log.replace("enable_kvpp", "")
     assert off_run.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 

@@ -31,8 +31,8 @@ _PROBE_BYTES = 64
 class KVPPGroup:
     """One group as one of its ranks sees it.
 
-    `data` is what transfers run on, `queries` what decode queries and outputs do, and `control` a gloo group for the
-    checks at start-up. With `shares_memory`, every rank can read every other's memory once it has been shared.
+    `data` is what transfers run on, `queries` what decode queries and outputs do, if any, and `control` a gloo group for
+    the checks at start-up. With `shares_memory`, every rank can read every other's memory once it has been shared.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class KVPPGroup:
     device: torch.device
     timeout_seconds: float
     data: dist.ProcessGroup
-    queries: dist.ProcessGroup
+    queries: dist.ProcessGroup | None
     control: dist.ProcessGroup
     shares_memory: bool
 
@@ -112,6 +112,7 @@ class KVPPGroup:
         """The exchange of decode queries; `areas` are every rank's by group rank, or this rank's alone. Collective."""
         if self.shares_memory:
             return PeerExchange(self.rank, areas, self._make_signals())
+        assert self.queries is not None, "decode queries have no group"
         (own,) = areas
         return CollectiveExchange(self.queries, own)
 
@@ -167,7 +168,7 @@ def make_group(
     timeout = timedelta(seconds=timeout_seconds)
     data_groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in ranks_by_group]
     # Of their own: the transfers of a step run beside the exchanges, on another thread or stream.
-    query_groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in ranks_by_group]
+    query_groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in ranks_by_group if may_exchange]
     world_rank = dist.get_rank()
     index = next(index for index, ranks in enumerate(ranks_by_group) if world_rank in ranks)
     ranks = ranks_by_group[index]
@@ -177,7 +178,7 @@ def make_group(
         device=device,
         timeout_seconds=timeout_seconds,
         data=data_groups[index],
-        queries=query_groups[index],
+        queries=query_groups[index] if may_exchange else None,
         control=control_groups[index],
         shares_memory=False,
     )
