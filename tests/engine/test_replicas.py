@@ -53,7 +53,8 @@ def _run_replicas(is_on: bool, model: Path, factory: pytest.TempPathFactory) -> 
         # The usual collectives of the TP group wait without giving way; four ranks on two CPUs would stand still.
         write_plugin(folder, "rank_equal_sums")
         faulty = [rpc("sabotage_transfers", []), rounds[0]] if is_on else []
-        at_owner = [rpc("restore_transfers"), rpc("set_decode", "owner"), *rounds, *report] if is_on else []
+        forget = {"kind": "forget prefixes"}
+        at_owner = [rpc("restore_transfers"), rpc("set_decode", "owner"), forget, *rounds, *report] if is_on else []
         return run_engine(
             engine,
             [*rounds, *report, *faulty, *at_owner],
@@ -102,8 +103,8 @@ def test_answers_of_each_replica_equal_those_without_kvpp_bit_for_bit(
 def test_answers_with_decode_at_the_owner_equal_those_without_kvpp_bit_for_bit(
     runs: dict[bool, dict[int, EngineRun]], rank: int, turn: int
 ) -> None:
-    assert runs[True][rank].answers(7 + turn) == runs[False][rank].answers(turn)
-    for before, after in zip(runs[True][rank].actions[2], runs[True][rank].actions[9], strict=True):
+    assert runs[True][rank].answers(8 + turn) == runs[False][rank].answers(turn)
+    for before, after in zip(runs[True][rank].actions[2], runs[True][rank].actions[10], strict=True):
         assert after["counters"]["steps_at_owner"] > before["counters"]["steps_at_owner"] == 0
 
 

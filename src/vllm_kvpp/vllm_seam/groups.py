@@ -31,8 +31,8 @@ _PROBE_BYTES = 64
 class KVPPGroup:
     """One group as one of its ranks sees it.
 
-    `data` is what transfers run on, `queries` what decode queries and outputs do, if any, and `control` a gloo group for
-    the checks at start-up. With `shares_memory`, every rank can read every other's memory once it has been shared.
+    `data` is what transfers run on, `queries` what decode queries and outputs do, if any, and `control` a gloo group
+    for the checks at start-up. With `shares_memory`, every rank can read every other's memory once it has been shared.
     """
 
     ranks: tuple[int, ...]
