@@ -67,9 +67,16 @@ def open_writer(handle: PipeHandle) -> int:
 
 
 class Signals:
-    """Messages to and from the other ranks; those of one sender arrive in order. Closes its pipes at its end."""
+    """Messages to and from the other ranks; those of one sender arrive in order. Closes its pipes at its end.
 
-    def __init__(self, inbox: Inbox, writers: Mapping[int, int], timeout_seconds: float) -> None:
+    For `eager_seconds` a wait looks again and again before it sleeps: waking up takes longer than most of them. Not for
+    a thread that shares its core with one that computes.
+    """
+
+    def __init__(
+        self, inbox: Inbox, writers: Mapping[int, int], timeout_seconds: float, eager_seconds: float = 0.0
+    ) -> None:
+        self._eager_seconds = eager_seconds
         self._writers = dict(writers)
         self._timeout_seconds = timeout_seconds
         self._peer_by_reader = {reader: peer for peer, reader in inbox.readers.items()}
@@ -104,13 +111,17 @@ class Signals:
             TimeoutError: not within the limit, with the ranks that are missing.
             RuntimeError: a peer is gone, or has sent something else.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        started = time.monotonic()
+        deadline = started + self._timeout_seconds
         peers = self.peers if peers is None else peers
         while missing := [peer for peer in peers if not self._arrived[peer]]:
             # Of all at once: a peer that is gone shows behind one that is only stuck because of it.
             for peer in self._gone.intersection(missing):
                 raise RuntimeError(f"group rank {peer} is gone")
-            ready = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            ready = self._poller.poll(0)
+            if not ready and time.monotonic() - started < self._eager_seconds:
+                continue
+            ready = ready or self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not ready:
                 ranks = ", ".join(map(str, missing))
                 raise TimeoutError(f"nothing from group rank {ranks} within {self._timeout_seconds:g} s")

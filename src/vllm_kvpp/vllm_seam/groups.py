@@ -25,6 +25,8 @@ from vllm_kvpp.transport.signals import Inbox, Signals, open_writer
 from vllm_kvpp.transport.stream_broadcast import make_stream_broadcast
 
 _PROBE_BYTES = 64
+# Most attentions of a decode step end within it, and vLLM's own collectives on CPU do not sleep at all.
+EAGER_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,12 @@ class KVPPGroup:
     def make_exchange(self, areas: Sequence[ExchangeArea]) -> QueryExchange:
         """The exchange of decode queries; `areas` are every rank's by group rank, or this rank's alone. Collective."""
         if self.shares_memory:
-            return PeerExchange(self.rank, areas, self._make_signals())
+            return PeerExchange(self.rank, areas, self._make_signals(eager_seconds=EAGER_SECONDS))
         assert self.queries is not None, "decode queries have no group"
         (own,) = areas
         return CollectiveExchange(self.queries, own)
 
-    def _make_signals(self) -> Signals:
+    def _make_signals(self, eager_seconds: float = 0.0) -> Signals:
         inbox = Inbox(tuple(peer for peer in range(self.size) if peer != self.rank))
         handles = self.gather(inbox.handles)
         writers = {
@@ -126,7 +128,7 @@ class KVPPGroup:
         }
         self._raise_failures(self.gather(next((end for end in writers.values() if isinstance(end, _Failure)), None)))
         inbox.close_writing()
-        return Signals(inbox, writers, self.timeout_seconds)
+        return Signals(inbox, writers, self.timeout_seconds, eager_seconds)
 
 
 @dataclass(frozen=True)

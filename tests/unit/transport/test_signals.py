@@ -172,3 +172,28 @@ def test_all_pipes_are_closed_with_the_last_use():
     gc.collect()
 
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("eager_seconds", [0.0, 0.05])
+def test_an_eager_wait_ends_at_the_limit_as_any_other(eager_seconds):
+    inbox = Inbox((1,))
+    signals = Signals(inbox, {}, timeout_seconds=0.1, eager_seconds=eager_seconds)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"nothing from group rank 1 within 0\.1 s"):
+        signals.expect(b"x" * MESSAGE_BYTES, peers=(1,))
+
+    assert 0.1 <= time.monotonic() - started < 2
+    inbox.close_writing()
+
+
+def test_an_eager_wait_sees_a_message_and_a_closed_pipe():
+    inbox = Inbox((1,))
+    signals = Signals(inbox, {}, timeout_seconds=5, eager_seconds=5)
+    writer = os.dup(inbox._writing[1])
+    inbox.close_writing()
+    os.write(writer, b"x" * MESSAGE_BYTES)
+    os.close(writer)
+
+    signals.expect(b"x" * MESSAGE_BYTES, peers=(1,))
+    with pytest.raises(RuntimeError, match="group rank 1 is gone"):
+        signals.expect(b"x" * MESSAGE_BYTES, peers=(1,))

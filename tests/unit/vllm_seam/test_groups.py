@@ -215,11 +215,11 @@ def test_a_group_that_is_not_to_exchange_probes_no_exchange(make):
 def test_a_group_that_shares_memory_exchanges_through_it(make, monkeypatch):
     monkeypatch.setattr(groups_module, "_can_share_memory", lambda group: True)
     monkeypatch.setattr(groups_module, "PeerExchange", lambda *args: args)
-    monkeypatch.setattr(KVPPGroup, "_make_signals", lambda group: "signals")
+    monkeypatch.setattr(KVPPGroup, "_make_signals", lambda group, eager_seconds: f"signals {eager_seconds > 0}")
     exchange = FakeExchange()
     group, _ = make(1, exchange=exchange, may_share_memory=True)
 
-    assert group.make_exchange(["area 0", "area 1"]) == (1, ["area 0", "area 1"], "signals")
+    assert group.make_exchange(["area 0", "area 1"]) == (1, ["area 0", "area 1"], "signals True")
     assert exchange.owners == []
 
 
