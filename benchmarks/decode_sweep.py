@@ -3,16 +3,13 @@
 Run: .venv/bin/python benchmarks/decode_sweep.py
 """
 
-import signal
-import sys
 from statistics import median
 from typing import Annotated
 
 import typer
-from decode_engine import TP_SIZE, Batch, EngineError
+from decode_engine import TP_SIZE, Batch
 from ratios import Ratio, paired_ratios
 from report import BenchmarkReport, ReportTable, publish
-from rich.console import Console
 from step_report import NOTHING, describe_settings, list_samples, list_step_seconds
 from step_sweep import (
     AT_OWNER,
@@ -22,10 +19,8 @@ from step_sweep import (
     Cell,
     Samples,
     SweepSettings,
-    run_sweep,
 )
 from sweep_command import (
-    CANNOT_RUN,
     NUM_STEPS,
     NUM_WARM_UP_STEPS,
     QUICK_REPETITIONS,
@@ -33,6 +28,7 @@ from sweep_command import (
     MarkdownFile,
     Quick,
     Repetitions,
+    run_or_exit,
 )
 from tiny_model import DTYPE, NUM_HEADS, NUM_LAYERS, PAGE_BYTES
 
@@ -78,14 +74,7 @@ def main(
         num_heads=heads,
         kv_cache_bytes=KV_CACHE_BYTES,
     )
-    stderr = Console(stderr=True)
-    # Without this, SIGTERM would leave the engines behind.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        result = run_sweep(settings, stderr)
-    except EngineError as failure:
-        stderr.print(str(failure), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(CANNOT_RUN) from None
+    result = run_or_exit(settings)
     ratios = compute_ratios(settings, result.samples)
     report = BenchmarkReport(
         name="decode_sweep",

@@ -11,7 +11,7 @@ from decode_engine import EngineError
 from report import BenchmarkReport, publish
 from rich.console import Console
 from step_report import make_report
-from step_sweep import ACTIVE, AUTO, FULL, Cell, SweepSettings, run_sweep
+from step_sweep import ACTIVE, AUTO, FULL, Cell, SweepResult, SweepSettings, run_sweep
 
 QUICK_REPETITIONS = 2
 # Together fewer than a block has tokens, so that every step of a stretch has the same blocks.
@@ -56,16 +56,20 @@ def run_command(
     name: str, title: str, sweep: str, settings: SweepSettings, *, json_path: Path | None, markdown_path: Path | None
 ) -> None:
     """Run the sweep and publish it, or say why it cannot run and exit with 2."""
+    report: BenchmarkReport = make_report(name, title, sweep, settings, run_or_exit(settings))
+    publish(report, json_path=json_path, markdown_path=markdown_path)
+
+
+def run_or_exit(settings: SweepSettings) -> SweepResult:
+    """Run the sweep, or say why it cannot run and exit with 2."""
     stderr = Console(stderr=True)
     # Without this, SIGTERM would leave the engines behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        result = run_sweep(settings, stderr)
+        return run_sweep(settings, stderr)
     except EngineError as failure:
         stderr.print(str(failure), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(CANNOT_RUN) from None
-    report: BenchmarkReport = make_report(name, title, sweep, settings, result)
-    publish(report, json_path=json_path, markdown_path=markdown_path)
 
 
 def _read_object(text: str) -> dict[str, Any]:
