@@ -14,17 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from vllm_kvpp.errors import KVPPOrderError, KVPPTransferError
 from vllm_kvpp.plan.transfer_way import StageShape, choose_way
 from vllm_kvpp.runtime.counters import TransferCounters
 from vllm_kvpp.runtime.history import DecodeRows, Step
 from vllm_kvpp.runtime.owner_decode import OwnerDecode
+from vllm_kvpp.runtime.ranges import WAIT_RANGE, profile_range
 from vllm_kvpp.selection import BlockRuns, Selection, TransferMode
 from vllm_kvpp.transport.base import BundleMemory, PendingTransfer, Transport
-
-WAIT_RANGE = "kvpp.wait"
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ class LayerTransfers:
         self.counters.calls += pending.num_calls
 
     def _wait(self, pending: PendingTransfer, layer: TargetLayer) -> None:
-        with self._named_failure(layer), torch.profiler.record_function(WAIT_RANGE):
+        with self._named_failure(layer), profile_range(WAIT_RANGE):
             pending.wait()
         self._unmeasured.append(pending)
 

@@ -12,7 +12,6 @@ plan and the batch's split into decode rows and others, which are the same on ev
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -20,12 +19,9 @@ from vllm_kvpp.errors import KVPPOrderError, KVPPTransferError
 from vllm_kvpp.plan.decode_place import DecodeCosts, chooses_owner
 from vllm_kvpp.runtime.counters import TransferCounters
 from vllm_kvpp.runtime.history import DecodeRows, DecodeShare, Step
+from vllm_kvpp.runtime.ranges import EXCHANGE_RANGE, profile_range
 from vllm_kvpp.selection import DecodeMode, TransferMode
 from vllm_kvpp.transport.exchange import QueryExchange
-
-EXCHANGE_RANGE = "kvpp.exchange"
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -145,12 +141,18 @@ class OwnerDecode:
                 f"{name} attends {query[0].shape[0]} decode rows, but the batch's metadata named {self._num_rows}: the "
                 "history of the rest has not been moved."
             )
-        with torch.profiler.record_function(EXCHANGE_RANGE):
-            all_queries = self._exchanged(name, owner_rank, lambda: self._exchange.gather(owner_rank, query))
+        try:
+            with profile_range(EXCHANGE_RANGE):
+                all_queries = self._exchange.gather(owner_rank, query)
+        except (TimeoutError, RuntimeError) as error:
+            raise self._name_failure(name, owner_rank, error) from error
         # What the kernel raises is its own.
         all_outputs = attend_all(all_queries) if all_queries is not None else None
-        with torch.profiler.record_function(EXCHANGE_RANGE):
-            output = self._exchanged(name, owner_rank, lambda: self._exchange.scatter(owner_rank, all_outputs))
+        try:
+            with profile_range(EXCHANGE_RANGE):
+                output = self._exchange.scatter(owner_rank, all_outputs)
+        except (TimeoutError, RuntimeError) as error:
+            raise self._name_failure(name, owner_rank, error) from error
         self._count(owner_rank)
         return output
 
@@ -168,7 +170,10 @@ class OwnerDecode:
             score()
         if place.shares_choices:
             rows = choices[: self._num_rows]
-            self._exchanged(name, place.owner_rank, lambda: self._exchange.share(place.owner_rank, rows))
+            try:
+                self._exchange.share(place.owner_rank, rows)
+            except (TimeoutError, RuntimeError) as error:
+                raise self._name_failure(name, place.owner_rank, error) from error
             num_peers = self._costs.queries.group_size - 1 if place.owner_rank == self._group_rank else 1
             self._counters.choice_bytes += self._num_rows * num_peers * self._costs.queries.choice_bytes
 
@@ -180,22 +185,20 @@ class OwnerDecode:
         self._next_index += 1
         return place
 
-    def _exchanged(self, name: str, owner_rank: int, exchange: Callable[[], Result]) -> Result:
-        try:
-            return exchange()
-        except (TimeoutError, RuntimeError) as error:
-            raise KVPPTransferError(
-                f"The exchange of decode queries with the owner of {name}, rank {owner_rank}, failed in the KVPP group "
-                f"{self._group_label}: {error}. A rank of the group is gone or stuck: see its log. If "
-                "exchanges need longer, raise kvpp.transfer_timeout_seconds."
-            ) from error
+    def _name_failure(self, name: str, owner_rank: int, error: Exception) -> KVPPTransferError:
+        return KVPPTransferError(
+            f"The exchange of decode queries with the owner of {name}, rank {owner_rank}, failed in the KVPP group "
+            f"{self._group_label}: {error}. A rank of the group is gone or stuck: see its log. If exchanges need "
+            "longer, raise kvpp.transfer_timeout_seconds."
+        )
 
     def _count(self, owner_rank: int) -> None:
         queries = self._costs.queries
         num_heads = queries.num_peer_heads if owner_rank == self._group_rank else queries.heads_per_rank
+        bytes_per_width = self._num_rows * num_heads * queries.element_bytes
         self._counters.exchanges += 1
-        self._counters.query_bytes += self._num_rows * num_heads * queries.query_width * queries.element_bytes
-        self._counters.output_bytes += self._num_rows * num_heads * queries.output_width * queries.element_bytes
+        self._counters.query_bytes += bytes_per_width * queries.query_width
+        self._counters.output_bytes += bytes_per_width * queries.output_width
 
     def check_all_attended(self) -> None:
         """Check at the end of a forward that no attention has read a cache that was not brought.

@@ -103,11 +103,10 @@ class ExchangeArea:
 
 def write_query(query: Sequence[torch.Tensor], target: torch.Tensor) -> None:
     """Put the parts of a query side by side into `target`."""
-    start = 0
-    for part in query:
-        target[..., start : start + part.shape[-1]].copy_(part)
-        start += part.shape[-1]
-    assert start == target.shape[-1], f"a query {start} wide, not {target.shape[-1]}"
+    width = sum(part.shape[-1] for part in query)
+    # Into a tensor of another shape `cat` would write something else, with no more than a warning.
+    assert (*query[0].shape[:-1], width) == target.shape, f"a query {width} wide for {tuple(target.shape)}"
+    torch.cat(tuple(query), dim=-1, out=target)
 
 
 def _view(section: torch.Tensor, *sizes: int) -> torch.Tensor:

@@ -33,6 +33,8 @@ class PeerExchange:
         self._signals = signals
         self._num_rows = 0
         self._num_messages = 0
+        self._reply = b""
+        self._cut_views()
 
     @property
     def max_rows(self) -> int:
@@ -44,35 +46,44 @@ class PeerExchange:
         if num_rows != self._num_rows:
             for area in self._areas:
                 area.cut(num_rows)
+            self._cut_views()
         self._num_rows = num_rows
         self._num_messages = 0
 
+    def _cut_views(self) -> None:
+        """Cut what every attention needs once, since most of an exchange's time is the work around its few bytes."""
+        own, heads_of = self._own, self._own.heads_of
+        self._own_place = own.all_queries[:, heads_of(self._rank)]
+        self._peer_places = [
+            (own.all_queries[:, heads_of(peer)], self._areas[peer].own_query) for peer in self._signals.peers
+        ]
+        # By owner: this rank's heads' part of what it computes.
+        self._outputs = [area.all_outputs[:, heads_of(self._rank)] for area in self._areas]
+
     def gather(self, owner_rank: int, query: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """See `QueryExchange.gather`."""
-        message = self._next_message()
+        message, self._reply = self._next_message(), self._next_message()
         if owner_rank != self._rank:
             write_query(query, self._own.own_query)
             self._signals.send(owner_rank, message)
             return None
-        write_query(query, self._own.all_queries[:, self._own.heads_of(self._rank)])
+        write_query(query, self._own_place)
         self._signals.expect(message)
-        for peer in self._signals.peers:
-            self._own.all_queries[:, self._own.heads_of(peer)].copy_(self._areas[peer].own_query)
+        for place, peer_query in self._peer_places:
+            place.copy_(peer_query)
         return self._own.all_queries
 
     def scatter(self, owner_rank: int, output: torch.Tensor | None) -> torch.Tensor:
         """See `QueryExchange.scatter`."""
-        message = self._next_message()
         if output is None:
-            self._signals.expect(message, peers=(owner_rank,))
+            self._signals.expect(self._reply, peers=(owner_rank,))
         else:
             self._own.all_outputs.copy_(output)
             for peer in self._signals.peers:
-                self._signals.send(peer, message)
+                self._signals.send(peer, self._reply)
         # Copied everywhere: a peer's memory is mapped for reading only, and a kernel behind it may choose its way by
         # strides, which are those without KVPP then.
-        all_outputs = self._areas[owner_rank].all_outputs
-        return self._own.own_output.copy_(all_outputs[:, self._own.heads_of(self._rank)])
+        return self._own.own_output.copy_(self._outputs[owner_rank])
 
     def share(self, owner_rank: int, choices: torch.Tensor) -> None:
         """See `QueryExchange.share`. A peer has read the last choices when it comes with its next query."""

@@ -120,6 +120,8 @@ class Signals:
                 raise RuntimeError(f"group rank {peer} is gone")
             ready = self._poller.poll(0)
             if not ready and time.monotonic() - started < self._eager_seconds:
+                # Another process that wants this core gets it, rather than that of the rank that is waited for.
+                os.sched_yield()
                 continue
             ready = ready or self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not ready:

@@ -25,8 +25,8 @@ from vllm_kvpp.transport.signals import Inbox, Signals, open_writer
 from vllm_kvpp.transport.stream_broadcast import make_stream_broadcast
 
 _PROBE_BYTES = 64
-# Most attentions of a decode step end within it, and vLLM's own collectives on CPU do not sleep at all.
-EAGER_SECONDS = 0.001
+# Most attentions of a decode step end within it; vLLM's own collectives on CPU do not sleep at all.
+EAGER_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
