@@ -1,7 +1,7 @@
 """What a server would do with the command line, in sentences."""
 
 from vllm_kvpp.doctor.diagnosis import Diagnosis
-from vllm_kvpp.vllm_seam.findings import Outcome
+from vllm_kvpp.vllm_seam.findings import Outcome, Verdict
 
 TITLES: dict[Outcome, str] = {
     "off": "KVPP is off",
@@ -53,8 +53,19 @@ def list_facts(diagnosis: Diagnosis) -> tuple[tuple[str, str], ...]:
     ]
     if verdict.outcome == "on":
         facts += [(f"kvpp.{name}", _show(value)) for name, value in verdict.options.items()]
+        facts += [("decode", _describe_decode(verdict))]
         facts += [("KVPP says", message) for message in verdict.messages]
     return tuple(facts)
+
+
+def _describe_decode(verdict: Verdict) -> str:
+    if verdict.options["decode"] == "transfer":
+        return "history is moved to every rank, as kvpp.decode says"
+    if verdict.decode_obstacle is not None:
+        return f"history is moved to every rank, since tokens cannot attend at the owner ({verdict.decode_obstacle})"
+    if verdict.options["decode"] == "owner":
+        return "tokens attend at each layer's owner"
+    return "tokens attend at each layer's owner, or history is moved where that is cheaper"
 
 
 def _show(value: object) -> str:

@@ -8,18 +8,21 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.selector import get_attn_backend
 
 from vllm_kvpp.config import read_settings
 from vllm_kvpp.errors import KVPPConfigError, KVPPError
+from vllm_kvpp.vllm_seam.decode_backends import DIFFERENT_TOKENS, find_backend_obstacle, make_refusal
 from vllm_kvpp.vllm_seam.deployment import describe_deployment
 from vllm_kvpp.vllm_seam.findings import Outcome, ServeCommand, Verdict, describe_error
 from vllm_kvpp.vllm_seam.worker_class import is_kvpp_worker
@@ -79,16 +82,23 @@ def _find_complaint(said: str, code: Any) -> str:
     return " ".join(said.rpartition("error: ")[2].split())
 
 
-def name_backend(
+def choose_backend(
     head_size: int, dtype: str, kv_cache_dtype: str, *, use_mla: bool = True, use_sparse: bool = False
-) -> str:
-    """Name the attention backend of a model's layers, with the current configuration.
+) -> Any:
+    """Find the class of the attention backend of a model's layers, with the current configuration.
 
     Raises:
         Exception: vLLM has none here; the message says why.
     """
-    backend = get_attn_backend(head_size, getattr(torch, dtype), kv_cache_dtype, use_mla=use_mla, use_sparse=use_sparse)
-    return str(backend.get_name())
+    return get_attn_backend(head_size, getattr(torch, dtype), kv_cache_dtype, use_mla=use_mla, use_sparse=use_sparse)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The name of the backend, or why there is none, and why decode could not attend at the owner with it."""
+
+    backend: str
+    decode_obstacle: str | None
 
 
 def _describe(config: VllmConfig, model: str, *, is_attached: bool, messages: tuple[str, ...]) -> Verdict:
@@ -100,6 +110,9 @@ def _describe(config: VllmConfig, model: str, *, is_attached: bool, messages: tu
     elif settings.is_enabled:
         outcome = "no effect" if is_attached else "not loaded"
     deployment = describe_deployment(config)
+    attention = _look_at_attention(config, is_sparse=deployment.is_sparse)
+    if outcome == "on" and settings.options.decode == "owner" and attention.decode_obstacle is not None:
+        raise make_refusal(attention.decode_obstacle)
     return Verdict(
         outcome=outcome,
         model=model,
@@ -107,24 +120,34 @@ def _describe(config: VllmConfig, model: str, *, is_attached: bool, messages: tu
         group_size=deployment.group_size,
         options=settings.options.model_dump(),
         worker=str(worker),
-        attention_backend=_name_backend_of(config, is_sparse=deployment.is_sparse),
+        attention_backend=attention.backend,
+        decode_obstacle=attention.decode_obstacle,
         messages=messages,
     )
 
 
-def _name_backend_of(config: VllmConfig, *, is_sparse: bool) -> str:
+def _look_at_attention(config: VllmConfig, *, is_sparse: bool) -> _Attention:
     model = config.model_config
     try:
         with set_current_vllm_config(config):
-            return name_backend(
+            backend = choose_backend(
                 model.get_head_size(),
                 str(model.dtype).removeprefix("torch."),
                 config.cache_config.cache_dtype,
                 use_mla=model.use_mla,
                 use_sparse=is_sparse,
             )
+        return _Attention(str(backend.get_name()), _find_decode_obstacle(config, backend))
     except Exception as error:
-        return f"none ({describe_error(error)})"
+        return _Attention(f"none ({describe_error(error)})", None)
+
+
+def _find_decode_obstacle(config: VllmConfig, backend: Any) -> str | None:
+    """As far as the backend says it; the layers, which only a start makes, may have obstacles of their own."""
+    if config.parallel_config.prefill_context_parallel_size > 1:
+        return DIFFERENT_TOKENS
+    on_cpu = current_platform.device_type == "cpu"
+    return find_backend_obstacle(backend, backend.get_impl_cls(), on_cpu=on_cpu)
 
 
 @contextmanager

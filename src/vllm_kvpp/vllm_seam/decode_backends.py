@@ -9,8 +9,11 @@ from typing import Any
 
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
+from vllm_kvpp.errors import KVPPConfigError
+
 # A backend that is not vLLM's own says so by this attribute of its implementation, with a true value.
 DECLARATION = "kvpp_attends_all_heads"
+DIFFERENT_TOKENS = "ranks of prefill context parallelism have different tokens"
 
 
 @dataclass(frozen=True)
@@ -74,24 +77,37 @@ def find_obstacle(attentions: Collection[Any], *, prefill_context_parallel_size:
     Because: see `symbols.py`. Checked by: `check_seam`, and here for each layer.
     """
     if prefill_context_parallel_size > 1:
-        return "ranks of prefill context parallelism have different tokens"
+        return DIFFERENT_TOKENS
     if not attentions:
         return "this stage has no attention layer"
     for attention in attentions:
         if type(attention).forward is not MLAAttention.forward:
             return f"{type(attention).__name__} attends in a way of its own"
-        if (obstacle := _find_backend_obstacle(attention, on_cpu=on_cpu)) is not None:
-            return f"attention backend {attention.attn_backend.get_name()}: {obstacle}"
+        if (obstacle := find_backend_obstacle(attention.attn_backend, attention.impl, on_cpu=on_cpu)) is not None:
+            return obstacle
     shapes = {(attention.num_heads, attention.head_size, attention.kv_lora_rank) for attention in attentions}
     return "its layers have different heads" if len(shapes) > 1 else None
 
 
-def _find_backend_obstacle(attention: Any, *, on_cpu: bool) -> str | None:
-    if getattr(attention.impl, DECLARATION, False):
+def find_backend_obstacle(backend: Any, implementation: Any, *, on_cpu: bool) -> str | None:
+    """Say why a backend cannot attend all heads at once; `implementation` is its class or an instance of that."""
+    if getattr(implementation, DECLARATION, False):
         return None
-    name = attention.attn_backend.get_name()
+    name = backend.get_name()
     if name not in _BY_NAME:
-        return "KVPP does not know it"
-    if name == "TRITON_MLA" and not on_cpu:
-        return "its workspace is reserved for one rank's heads on devices"
-    return _BY_NAME[name].obstacle
+        obstacle: str | None = "KVPP does not know it"
+    elif name == "TRITON_MLA" and not on_cpu:
+        obstacle = "its workspace is reserved for one rank's heads on devices"
+    else:
+        obstacle = _BY_NAME[name].obstacle
+    return None if obstacle is None else f"attention backend {name}: {obstacle}"
+
+
+def make_refusal(obstacle: str) -> KVPPConfigError:
+    """The error for `kvpp.decode` `owner` where something stands in its way."""
+    return KVPPConfigError(
+        [
+            f"Decode tokens cannot attend at the owner. ({obstacle}; set kvpp.decode to auto or transfer, or "
+            f"choose one of the attention backends {', '.join(list_able_backends())} with --attention-backend)"
+        ]
+    )

@@ -8,14 +8,13 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_kvpp.config import KVPPOptions
-from vllm_kvpp.errors import KVPPConfigError
 from vllm_kvpp.plan import CachePlan
 from vllm_kvpp.plan.decode_place import DecodeCosts
 from vllm_kvpp.runtime.layer_transfers import TargetLayer, describe_stage
 from vllm_kvpp.runtime.owner_decode import OwnerDecode
 from vllm_kvpp.selection import LinkTraits, QueryShape
 from vllm_kvpp.transport.exchange import ExchangeArea
-from vllm_kvpp.vllm_seam.decode_backends import find_obstacle, list_able_backends
+from vllm_kvpp.vllm_seam.decode_backends import find_obstacle, make_refusal
 from vllm_kvpp.vllm_seam.groups import KVPPGroup
 from vllm_kvpp.vllm_seam.log import logger
 from vllm_kvpp.vllm_seam.owner_decode import (
@@ -65,12 +64,7 @@ def set_up_decode(
         dtype = vllm_config.model_config.dtype
         return DecodeSetup(places, describe_queries(places, group.size, dtype), dtype)
     if options.decode == "owner":
-        raise KVPPConfigError(
-            [
-                f"Decode tokens cannot attend at the owner. ({obstacle}; set kvpp.decode to auto or transfer, or "
-                f"choose one of the attention backends {', '.join(list_able_backends())} with --attention-backend)"
-            ]
-        )
+        raise make_refusal(obstacle)
     logger.warning_once("Decode moves history: its tokens cannot attend at the owner (%s).", obstacle)
     return None
 

@@ -67,6 +67,11 @@ DOCTOR_SYMBOLS: tuple[SeamSymbol, ...] = (
         parameters=("head_size", "dtype", "kv_cache_dtype", "use_mla", "use_sparse"),
     ),
     SeamSymbol(
+        path="vllm.v1.attention.backend:AttentionBackend.get_impl_cls",
+        because="Has the class that may declare to attend all heads at once.",
+        removable_when="Backends say by themselves whether they take the head count from the query.",
+    ),
+    SeamSymbol(
         path="vllm.config:ModelConfig.get_head_size",
         because="What the choice of an attention backend depends on.",
         removable_when="The configuration names the backend.",

@@ -21,7 +21,7 @@ class ServeCommand(_Plain):
 
 
 class Verdict(_Plain):
-    """What a server with the command line would do, and why."""
+    """What a server would do, and why; `decode_obstacle` is why decode tokens could not attend at the owner."""
 
     outcome: Outcome
     reasons: tuple[str, ...] = ()
@@ -31,6 +31,7 @@ class Verdict(_Plain):
     options: dict[str, Any] = {}
     worker: str | None = None
     attention_backend: str | None = None
+    decode_obstacle: str | None = None
     messages: tuple[str, ...] = ()
 
 

@@ -70,11 +70,11 @@ def _name_usual_backend() -> str | None:
     try:
         from vllm.config import VllmConfig, set_current_vllm_config
 
-        from vllm_kvpp.vllm_seam.command_line import name_backend
+        from vllm_kvpp.vllm_seam.command_line import choose_backend
 
         config = VllmConfig()
         with set_current_vllm_config(config):
-            return name_backend(MLA_HEAD_SIZE, "bfloat16", "auto")
+            return str(choose_backend(MLA_HEAD_SIZE, "bfloat16", "auto").get_name())
     except Exception:
         return None
 

@@ -48,7 +48,7 @@ def make_verdict():
             "model": "some/model",
             "architecture": "DeepseekV3ForCausalLM",
             "group_size": 8,
-            "options": {"transfer": "auto", "staging_mib": None},
+            "options": {"transfer": "auto", "decode": "auto", "staging_mib": None},
             "attention_backend": "FLASHMLA",
         }
         return Verdict(outcome=outcome, **values | changes)

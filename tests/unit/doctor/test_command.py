@@ -60,6 +60,23 @@ def test_a_running_kvpp_shows_group_and_options(run, make_verdict):
         assert expected in output
 
 
+@pytest.mark.parametrize(
+    ("decode", "obstacle", "expected"),
+    [
+        ("auto", None, "attend at each layer's owner, or history is moved where that is cheaper"),
+        ("owner", None, "attend at each layer's owner"),
+        ("auto", "backend B: why not", "history is moved to every rank, since tokens cannot attend at the owner"),
+        ("transfer", "backend B: why not", "history is moved to every rank, as kvpp.decode says"),
+    ],
+)
+def test_a_running_kvpp_says_where_decode_tokens_attend(decode, obstacle, expected, run, make_verdict):
+    verdict = make_verdict(options={"decode": decode}, decode_obstacle=obstacle)
+    output = " ".join(run("--", "vllm", "serve", "MODEL", verdict=verdict).stdout.split())
+
+    assert expected in output
+    assert ("backend B: why not" in output) == (decode == "auto" and obstacle is not None)
+
+
 def test_a_refusal_lists_every_reason_and_ends_with_exit_code_1(run, make_verdict):
     verdict = make_verdict("refused", reasons=("one (a; b)", "two (c; d)"), group_size=None)
     result = run("--", "vllm", "serve", "MODEL", verdict=verdict)

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +54,8 @@ def test_what_the_parser_refuses_is_said_in_one_line(arguments, expected, capfd)
 def build(monkeypatch):
     """Build this configuration, or raise this error, instead of what vLLM would."""
     monkeypatch.setattr(command_line, "describe_deployment", lambda _: Deployment(tensor_parallel_size=2))
-    monkeypatch.setattr(command_line, "name_backend", lambda *_, **__: "SOME_MLA")
+    monkeypatch.setattr(command_line, "set_current_vllm_config", lambda _: nullcontext())
+    monkeypatch.setattr(command_line, "choose_backend", lambda *_, **__: make_backend("CPU_MLA"))
 
     def build(outcome):
         def create_engine_config(**_):
@@ -69,11 +71,16 @@ def build(monkeypatch):
     return build
 
 
-def make_config(*, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", additional_config=None):
+def make_backend(name, **declared):
+    return SimpleNamespace(get_name=lambda: name, get_impl_cls=lambda: SimpleNamespace(**declared))
+
+
+def make_config(*, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", additional_config=None, pcp_size=1):
     return SimpleNamespace(
         additional_config=additional_config or {},
-        parallel_config=SimpleNamespace(worker_cls=worker_cls),
-        model_config=None,
+        parallel_config=SimpleNamespace(worker_cls=worker_cls, prefill_context_parallel_size=pcp_size),
+        model_config=SimpleNamespace(get_head_size=lambda: 576, dtype="torch.bfloat16", use_mla=True),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
     )
 
 
@@ -129,14 +136,54 @@ def test_a_malformed_command_line_is_a_verdict(build):
 
 
 def test_a_backend_that_vllm_does_not_have_is_said(build, monkeypatch):
-    def name_backend(*_, **__):
+    def choose_backend(*_, **__):
         raise NotImplementedError("Sparse Attention is not supported on CPU.")
 
     build(make_config())
-    monkeypatch.setattr(command_line, "name_backend", name_backend)
-    config = make_config()
-    config.model_config = SimpleNamespace(get_head_size=lambda: 576, dtype="torch.bfloat16", use_mla=True)
-    config.cache_config = SimpleNamespace(cache_dtype="auto")
-    build(config)
+    monkeypatch.setattr(command_line, "choose_backend", choose_backend)
+    verdict = judge_command(command("M"), is_attached=True)
 
-    assert "Sparse Attention is not supported" in judge_command(command("M"), is_attached=True).attention_backend
+    assert "Sparse Attention is not supported" in verdict.attention_backend
+    assert verdict.decode_obstacle is None
+
+
+def judge_decode(build, monkeypatch, *, decode, backend, **config):
+    additional = {"enable_kvpp": True, "kvpp": {"decode": decode}}
+    build(make_config(worker_cls=name_kvpp_worker("a.B"), additional_config=additional, **config))
+    monkeypatch.setattr(command_line, "choose_backend", lambda *_, **__: backend)
+    return judge_command(command("M"), is_attached=True)
+
+
+def test_a_backend_that_attends_all_heads_has_no_obstacle(build, monkeypatch):
+    verdict = judge_decode(build, monkeypatch, decode="owner", backend=make_backend("CPU_MLA"))
+
+    assert (verdict.outcome, verdict.decode_obstacle) == ("on", None)
+
+
+def test_a_backend_from_elsewhere_may_declare_that_it_does(build, monkeypatch):
+    backend = make_backend("OTHERS_MLA", kvpp_attends_all_heads=True)
+
+    assert judge_decode(build, monkeypatch, decode="owner", backend=backend).outcome == "on"
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "expected"),
+    [
+        ("FLASHMLA", {}, "attention backend FLASHMLA: its tiles are scheduled for one rank's heads"),
+        ("CPU_MLA", {"pcp_size": 2}, "ranks of prefill context parallelism have different tokens"),
+    ],
+)
+def test_decode_at_the_owner_with_an_obstacle_is_refused_as_a_start_would(
+    backend, config, expected, build, monkeypatch
+):
+    verdict = judge_decode(build, monkeypatch, decode="owner", backend=make_backend(backend), **config)
+
+    assert verdict.outcome == "refused"
+    assert verdict.reasons[0].startswith(f"Decode tokens cannot attend at the owner. ({expected}; set kvpp.decode to")
+
+
+@pytest.mark.parametrize("decode", ["auto", "transfer"])
+def test_an_obstacle_is_told_where_decode_may_move_history(decode, build, monkeypatch):
+    verdict = judge_decode(build, monkeypatch, decode=decode, backend=make_backend("FLASHMLA"))
+
+    assert (verdict.outcome, "FLASHMLA" in verdict.decode_obstacle) == ("on", True)
