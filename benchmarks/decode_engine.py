@@ -30,9 +30,12 @@ TP_SIZE = 2
 # vLLM's workers look for work without a pause for one second, and then wait to be woken.
 IDLE_SECONDS = 1.2
 START_TIMEOUT_SECONDS = 600.0
-STRETCH_TIMEOUT_SECONDS = 300.0
+STRETCH_TIMEOUT_SECONDS = 900.0
 # The same in every engine, since KVPP sizes its staging memory by it; what is allocated follows from the blocks.
 KV_CACHE_BYTES = 512 * 1024**2
+# vLLM's CPU platform turns prefix caching and chunked prefill off for MLA; this keeps them on.
+REFERENCE_PLUGIN = "mla_cpu_reference"
+REFERENCE = {"MLA_CPU_REFERENCE": "chunked_prefill"}
 NUM_LOG_LINES = 20
 MAX_LINE_LENGTH = 300
 
@@ -62,12 +65,12 @@ class Batch:
         return self.num_active_blocks * NUM_LAYERS * PAGE_BYTES
 
     def make_prompts(self) -> list[list[int]]:
-        """The same made-up tokens in every call."""
+        """The same made-up tokens in every call; prompts of another batch begin alike, and differ within a batch."""
         assert self.num_history_tokens % BLOCK_SIZE == 0, "a history of whole blocks"
         # The first decode step then has the first token of the last block in its history.
         length = self.num_history_tokens - BLOCK_SIZE + 1
-        generator = random.Random(0)
-        return [[generator.randrange(2, VOCABULARY_SIZE) for _ in range(length)] for _ in range(self.num_requests)]
+        generators = [random.Random(number) for number in range(self.num_requests)]
+        return [[generator.randrange(2, VOCABULARY_SIZE) for _ in range(length)] for generator in generators]
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ class EngineSettings:
     """What differs between the engines of a benchmark.
 
     `kvpp` are the options under that key; None without KVPP. With `are_blocks_scattered` the engine hands out blocks
-    in a random order, as one that has served for a while; otherwise those of one batch tend to be neighbours.
+    in a random order, as one that has served for a while; otherwise those of one batch tend to be neighbours. With
+    `keeps_histories` each history is computed once, in chunks, and then found in the cache by every stretch that has
+    it, as the beginning of a longer one, too; that takes a part of the reference platform.
     """
 
     num_blocks: int
@@ -83,6 +88,7 @@ class EngineSettings:
     kvpp: Mapping[str, Any] | None
     are_blocks_scattered: bool
     kv_cache_bytes: int = KV_CACHE_BYTES
+    keeps_histories: bool = False
 
     def as_arguments(self, model: Path) -> dict[str, Any]:
         """The arguments of `vllm.LLM`."""
@@ -100,16 +106,21 @@ class EngineSettings:
             "worker_extension_cls": "transfer_extension.TransferExtension",
             "max_model_len": max_model_len,
             "max_num_seqs": max(batch.num_requests for batch in self.batches),
-            # Whole batches are prefilled in one step: on CPU vLLM does not prefill MLA models in chunks.
-            "max_num_batched_tokens": max(
-                max_model_len, *(batch.num_requests * (batch.num_history_tokens + BLOCK_SIZE) for batch in self.batches)
-            ),
-            "enable_prefix_caching": False,
+            "max_num_batched_tokens": self._choose_num_batched_tokens(max_model_len),
+            "enable_prefix_caching": self.keeps_histories,
             # One block is vLLM's own.
             "num_gpu_blocks_override": self.num_blocks + 1,
             "kv_cache_memory_bytes": self.kv_cache_bytes,
             "additional_config": additional_config,
         }
+
+    def _choose_num_batched_tokens(self, max_model_len: int) -> int:
+        """A whole prompt, or the whole batch where it is prefilled in one step: vLLM has no chunks for MLA on CPU."""
+        if self.keeps_histories:
+            return max_model_len
+        return max(
+            max_model_len, *(batch.num_requests * (batch.num_history_tokens + BLOCK_SIZE) for batch in self.batches)
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,7 @@ class DecodeEngine:
     def measure(
         self, batch: Batch, *, modes: tuple[str, str] | None, num_warm_up_steps: int, num_steps: int
     ) -> Stretch:
-        """Decode `batch` from an empty pool, with these `kvpp.transfer` and `kvpp.decode`, or None without KVPP.
+        """Decode `batch` while there is no other, with these `kvpp.transfer` and `kvpp.decode`, or None without KVPP.
 
         Raises:
             EngineError: the engine ended, or gave no answer in time.
@@ -175,7 +186,11 @@ def run_decode_engine(settings: EngineSettings, *, model: Path, folder: Path) ->
         EngineError: it does not start.
     """
     settings_path, socket_path, log_path = folder / "engine.json", folder / "socket", folder / "engine.log"
-    child = {"llm": settings.as_arguments(model), "are_blocks_scattered": settings.are_blocks_scattered}
+    child = {
+        "llm": settings.as_arguments(model),
+        "are_blocks_scattered": settings.are_blocks_scattered,
+        "keeps_histories": settings.keeps_histories,
+    }
     settings_path.write_text(json.dumps(child))
     command = [sys.executable, str(HERE / "engine_child.py"), str(socket_path), str(settings_path)]
     with ExitStack() as stack:
@@ -183,7 +198,8 @@ def run_decode_engine(settings: EngineSettings, *, model: Path, folder: Path) ->
         server.bind(str(socket_path))
         server.listen(1)
         stack.callback(remove_shared_memory, log_path)
-        tree = ProcessTree(command, env=_make_environment(folder), log_path=log_path)
+        environment = _make_environment(folder, keeps_histories=settings.keeps_histories)
+        tree = ProcessTree(command, env=environment, log_path=log_path)
         stack.callback(tree.stop, grace_seconds=2.0)
         connection = stack.enter_context(_accept(server, tree, log_path))
         tree.refresh()
@@ -207,13 +223,15 @@ def _accept(server: socket.socket, tree: ProcessTree, log_path: Path) -> Connect
     raise EngineError(_describe(f"The engine did not start within {START_TIMEOUT_SECONDS:g} s.", log_path))
 
 
-def _make_environment(folder: Path) -> dict[str, str]:
+def _make_environment(folder: Path, *, keeps_histories: bool) -> dict[str, str]:
     """The environment of an engine; of this one, vLLM's own settings are left out, since they would change it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     write_vllm_metadata(folder / "metadata")
     python_path = (str(HERE), str(folder / "metadata"), kept.get("PYTHONPATH"))
+    plugins = ("kvpp", REFERENCE_PLUGIN) if keeps_histories else ("kvpp",)
     return {
         **kept,
+        **(REFERENCE if keeps_histories else {}),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
         "PYTHONUNBUFFERED": "1",
@@ -224,7 +242,7 @@ def _make_environment(folder: Path) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "kvpp",
+        "VLLM_PLUGINS": ",".join(plugins),
     }
 
 

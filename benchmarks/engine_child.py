@@ -1,6 +1,7 @@
 """One `vllm.LLM` that decodes on request and says how long each step took. Usage: engine_child.py SOCKET SETTINGS.
 
-Started by `decode_engine.py`. SETTINGS is a JSON file: the arguments of `LLM` under `llm`, and `are_blocks_scattered`.
+Started by `decode_engine.py`. SETTINGS is a JSON file: the arguments of `LLM` under `llm`, `are_blocks_scattered` and
+`keeps_histories`.
 Once the engine is there it connects to SOCKET and says what the engine is, then answers one request after the other,
 and ends when the other side closes.
 """
@@ -21,11 +22,12 @@ from vllm import LLM, SamplingParams
 class Decoder:
     """Decodes a batch step by step. Needs `VLLM_ENABLE_V1_MULTIPROCESSING=0`: a step is one call in this process."""
 
-    def __init__(self, llm: LLM, *, has_kvpp: bool) -> None:
+    def __init__(self, llm: LLM, *, has_kvpp: bool, keeps_histories: bool) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
         self._has_kvpp = has_kvpp
-        self._num_stretches = 0
+        self._keeps_histories = keeps_histories
+        self._num_batches = 0
 
     def describe(self) -> dict[str, Any]:
         """What the engine is, in plain values."""
@@ -42,10 +44,12 @@ class Decoder:
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """Prefill the prompts, decode some steps to warm up, and time the following ones.
 
-        The batch is gone afterwards, so every call starts from an empty pool.
+        The batch is gone afterwards; what the cache keeps of it are the whole blocks of its prompts, if anything.
         """
         if request["modes"] is not None:
             self._llm.collective_rpc("set_modes", args=tuple(request["modes"]))
+        if self._keeps_histories:
+            self._compute_histories(request["prompts"])
         names = self._add(request["prompts"])
         try:
             prefill_seconds = self._prefill(names)
@@ -62,12 +66,21 @@ class Decoder:
             "counters": _subtract(after.get("counters", {}), before.get("counters", {})),
         }
 
-    def _add(self, prompts: list[list[int]]) -> list[str]:
-        self._num_stretches += 1
-        names = [f"{self._num_stretches}-{index}" for index in range(len(prompts))]
+    def _compute_histories(self, prompts: list[list[int]]) -> None:
+        """Have the cache hold the prompts but for their last tokens, so that one step prefills the whole batch."""
+        for prompt in prompts:
+            self._add([prompt], num_tokens=1)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+
+    def _add(self, prompts: list[list[int]], num_tokens: int | None = None) -> list[str]:
+        """Add a request for each prompt, which ends after `num_tokens`, or else has to be aborted."""
+        self._num_batches += 1
+        names = [f"{self._num_batches}-{index}" for index in range(len(prompts))]
         longest = self._engine.vllm_config.model_config.max_model_len
         for name, prompt in zip(names, prompts, strict=True):
-            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=longest - len(prompt), detokenize=False)
+            max_tokens = longest - len(prompt) if num_tokens is None else num_tokens
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return names
 
@@ -127,7 +140,11 @@ def main() -> None:
     """Start the engine, connect, and answer until the other side closes."""
     settings = json.loads(Path(sys.argv[2]).read_text())
     arguments = settings["llm"]
-    decoder = Decoder(LLM(**arguments), has_kvpp=arguments["additional_config"].get("enable_kvpp", False))
+    decoder = Decoder(
+        LLM(**arguments),
+        has_kvpp=arguments["additional_config"].get("enable_kvpp", False),
+        keeps_histories=settings["keeps_histories"],
+    )
     if settings["are_blocks_scattered"]:
         decoder.scatter_free_blocks()
     _answer(Client(sys.argv[1], family="AF_UNIX"), decoder)

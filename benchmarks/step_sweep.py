@@ -74,6 +74,7 @@ class SweepSettings:
     are_blocks_scattered: bool
     num_heads: int = NUM_HEADS
     kv_cache_bytes: int = KV_CACHE_BYTES
+    keeps_histories: bool = False
 
     @property
     def all_modes(self) -> tuple[str, ...]:
@@ -176,6 +177,7 @@ def _list_engines(settings: SweepSettings) -> list[EngineSettings]:
             kvpp=kvpp,
             are_blocks_scattered=settings.are_blocks_scattered,
             kv_cache_bytes=settings.kv_cache_bytes,
+            keeps_histories=settings.keeps_histories,
         )
         for num_blocks in dict.fromkeys(cell.num_pool_blocks for cell in settings.cells)
         for kvpp in (None, settings.kvpp)
