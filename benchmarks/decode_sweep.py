@@ -56,6 +56,7 @@ COLUMNS = (
 def main(
     repetitions: Repetitions = 5,
     heads: Annotated[int, typer.Option(min=TP_SIZE, help="Attention heads of the model, of all ranks.")] = NUM_HEADS,
+    requests: Annotated[int | None, typer.Option(help="Only the batches of so many requests: 1, 4 or 32.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only two cells, two repetitions.")] = False,
     json_path: JsonFile = None,
     markdown_path: MarkdownFile = None,
@@ -66,8 +67,11 @@ def main(
     """
     if heads % TP_SIZE:
         raise typer.BadParameter(f"--heads is {heads}; it has to be a multiple of {TP_SIZE}.")
+    if requests is not None and requests not in SHAPES:
+        raise typer.BadParameter(f"--requests is {requests}; it has to be {', '.join(map(str, SHAPES))}, or left out.")
+    cells = QUICK_CELLS if quick else CELLS
     settings = SweepSettings(
-        cells=QUICK_CELLS if quick else CELLS,
+        cells=tuple(cell for cell in cells if requests in (None, cell.batch.num_requests)),
         modes=MODES,
         kvpp={},
         num_repetitions=min(repetitions, QUICK_REPETITIONS) if quick else repetitions,
