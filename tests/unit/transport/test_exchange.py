@@ -119,10 +119,21 @@ def test_the_parts_of_a_query_lie_side_by_side():
     assert torch.equal(target, torch.cat((first, second), dim=-1))
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_query_of_another_width_is_a_bug_of_ours(width):
-    with pytest.raises((AssertionError, RuntimeError)):
-        write_query((torch.zeros(2, 2, 3), torch.zeros(2, 2, width)), torch.zeros(2, 2, 5))
+def test_a_query_is_written_into_some_of_the_heads():
+    target = torch.zeros(2, 4, 5)
+    query = torch.arange(20.0).view(2, 2, 5)
+    write_query((query[..., :3], query[..., 3:]), target[:, 2:])
+
+    assert torch.equal(target, torch.cat((torch.zeros(2, 2, 5), query), dim=1))
+
+
+@pytest.mark.parametrize("target_shape", [(2, 2, 4), (2, 2, 6), (1, 2, 5), (3, 2, 5), (2, 1, 5)])
+def test_a_query_of_another_shape_is_a_bug_of_ours(target_shape):
+    target = torch.zeros(target_shape)
+    with pytest.raises(AssertionError, match="a query 5 wide"):
+        write_query((torch.ones(2, 2, 3), torch.ones(2, 2, 2)), target)
+
+    assert not target.any()
 
 
 sizes = st.tuples(
