@@ -16,6 +16,7 @@ from statistics import median
 from typing import Annotated
 
 import cpu_ranks
+import reference_part
 import typer
 from conversations import Served, Sessions, serve_sessions
 from ratios import Ratio, paired_ratios
@@ -27,10 +28,7 @@ HIDDEN_SIZE = 256
 SESSIONS = Sessions(num_sessions=8, num_turns=6, first_prompt_tokens=2048, turn_prompt_tokens=112, output_tokens=16)
 MAX_MODEL_LEN = 4096
 MAX_NUM_BATCHED_TOKENS = 1024
-# vLLM's CPU platform turns prefix caching and chunked prefill off for MLA; this part of the reference platform keeps
-# them on.
-REFERENCE = {"MLA_CPU_REFERENCE": "chunked_prefill"}
-PLUGINS = ("mla_cpu_reference", cpu_ranks.NAME)
+PLUGINS = (reference_part.PLUGIN, cpu_ranks.NAME)
 COUNTERS = {
     "prefix_queries": "vllm:prefix_cache_queries_total",
     "prefix_hits": "vllm:prefix_cache_hits_total",
@@ -175,7 +173,7 @@ def make_setup(folder: Path, model: ModelShape, *, kv_cache_bytes: int) -> Serve
         plugins=PLUGINS,
         plugin_dir=plugin_dir,
         arguments=("--enable-chunked-prefill", "--enable-prefix-caching"),
-        environment=REFERENCE,
+        environment=reference_part.ENVIRONMENT,
     )
 
 

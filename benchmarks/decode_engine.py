@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import reference_part
 from tiny_model import BLOCK_SIZE, DTYPE, NUM_LAYERS, PAGE_BYTES, VOCABULARY_SIZE
 
 from vllm_kvpp.demo.machine import find_cpus
@@ -33,9 +34,6 @@ START_TIMEOUT_SECONDS = 600.0
 STRETCH_TIMEOUT_SECONDS = 900.0
 # The same in every engine, since KVPP sizes its staging memory by it; what is allocated follows from the blocks.
 KV_CACHE_BYTES = 512 * 1024**2
-# vLLM's CPU platform turns prefix caching and chunked prefill off for MLA; this keeps them on.
-REFERENCE_PLUGIN = "mla_cpu_reference"
-REFERENCE = {"MLA_CPU_REFERENCE": "chunked_prefill"}
 NUM_LOG_LINES = 20
 MAX_LINE_LENGTH = 300
 
@@ -228,10 +226,10 @@ def _make_environment(folder: Path, *, keeps_histories: bool) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     write_vllm_metadata(folder / "metadata")
     python_path = (str(HERE), str(folder / "metadata"), kept.get("PYTHONPATH"))
-    plugins = ("kvpp", REFERENCE_PLUGIN) if keeps_histories else ("kvpp",)
+    plugins = ("kvpp", reference_part.PLUGIN) if keeps_histories else ("kvpp",)
     return {
         **kept,
-        **(REFERENCE if keeps_histories else {}),
+        **(reference_part.ENVIRONMENT if keeps_histories else {}),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
         "PYTHONUNBUFFERED": "1",
