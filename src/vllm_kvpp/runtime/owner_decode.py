@@ -12,6 +12,7 @@ plan and the batch's split into decode rows and others, which are the same on ev
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,9 @@ from vllm_kvpp.runtime.history import DecodeRows, DecodeShare, Step
 from vllm_kvpp.runtime.ranges import EXCHANGE_RANGE, profile_range
 from vllm_kvpp.selection import DecodeMode, TransferMode
 from vllm_kvpp.transport.exchange import QueryExchange
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -141,18 +145,10 @@ class OwnerDecode:
                 f"{name} attends {query[0].shape[0]} decode rows, but the batch's metadata named {self._num_rows}: the "
                 "history of the rest has not been moved."
             )
-        try:
-            with profile_range(EXCHANGE_RANGE):
-                all_queries = self._exchange.gather(owner_rank, query)
-        except (TimeoutError, RuntimeError) as error:
-            raise self._name_failure(name, owner_rank, error) from error
+        all_queries = self._exchanged(name, self._exchange.gather, owner_rank, query)
         # What the kernel raises is its own.
         all_outputs = attend_all(all_queries) if all_queries is not None else None
-        try:
-            with profile_range(EXCHANGE_RANGE):
-                output = self._exchange.scatter(owner_rank, all_outputs)
-        except (TimeoutError, RuntimeError) as error:
-            raise self._name_failure(name, owner_rank, error) from error
+        output = self._exchanged(name, self._exchange.scatter, owner_rank, all_outputs)
         self._count(owner_rank)
         return output
 
@@ -170,10 +166,7 @@ class OwnerDecode:
             score()
         if place.shares_choices:
             rows = choices[: self._num_rows]
-            try:
-                self._exchange.share(place.owner_rank, rows)
-            except (TimeoutError, RuntimeError) as error:
-                raise self._name_failure(name, place.owner_rank, error) from error
+            self._exchanged(name, self._exchange.share, place.owner_rank, rows)
             num_peers = self._costs.queries.group_size - 1 if place.owner_rank == self._group_rank else 1
             self._counters.choice_bytes += self._num_rows * num_peers * self._costs.queries.choice_bytes
 
@@ -185,12 +178,16 @@ class OwnerDecode:
         self._next_index += 1
         return place
 
-    def _name_failure(self, name: str, owner_rank: int, error: Exception) -> KVPPTransferError:
-        return KVPPTransferError(
-            f"The exchange of decode queries with the owner of {name}, rank {owner_rank}, failed in the KVPP group "
-            f"{self._group_label}: {error}. A rank of the group is gone or stuck: see its log. If exchanges need "
-            "longer, raise kvpp.transfer_timeout_seconds."
-        )
+    def _exchanged(self, name: str, exchange: Callable[[int, Given], Result], owner_rank: int, given: Given) -> Result:
+        try:
+            with profile_range(EXCHANGE_RANGE):
+                return exchange(owner_rank, given)
+        except (TimeoutError, RuntimeError) as error:
+            raise KVPPTransferError(
+                f"The exchange of decode queries with the owner of {name}, rank {owner_rank}, failed in the KVPP group "
+                f"{self._group_label}: {error}. A rank of the group is gone or stuck: see its log. If exchanges need "
+                "longer, raise kvpp.transfer_timeout_seconds."
+            ) from error
 
     def _count(self, owner_rank: int) -> None:
         queries = self._costs.queries

@@ -112,18 +112,18 @@ class Signals:
             RuntimeError: a peer is gone, or has sent something else.
         """
         started = time.monotonic()
-        deadline = started + self._timeout_seconds
+        deadline, eager_until = started + self._timeout_seconds, started + self._eager_seconds
         peers = self.peers if peers is None else peers
         while missing := [peer for peer in peers if not self._arrived[peer]]:
             # Of all at once: a peer that is gone shows behind one that is only stuck because of it.
             for peer in self._gone.intersection(missing):
                 raise RuntimeError(f"group rank {peer} is gone")
-            ready = self._poller.poll(0)
-            if not ready and time.monotonic() - started < self._eager_seconds:
+            is_eager = (now := time.monotonic()) < eager_until
+            ready = self._poller.poll(0 if is_eager else max(0.0, deadline - now) * 1000)
+            if not ready and is_eager:
                 # Another process that wants this core gets it, rather than that of the rank that is waited for.
                 os.sched_yield()
                 continue
-            ready = ready or self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not ready:
                 ranks = ", ".join(map(str, missing))
                 raise TimeoutError(f"nothing from group rank {ranks} within {self._timeout_seconds:g} s")
