@@ -33,8 +33,9 @@ class KVPPOptions(BaseModel):
     )
     decode: DecodeMode = Field(
         default="auto",
-        description="Where decode tokens attend: at each layer's owner, or at every rank, to which history is moved.",
-        json_schema_extra={"valid": "auto, owner, or transfer"},
+        description="How decode tokens reach their history: every rank reads the owner's memory in place, their "
+        "queries go to the owner, or the history is moved to every rank.",
+        json_schema_extra={"valid": "auto, in_place, owner, or transfer"},
     )
     transport: Literal["auto", "broadcast"] = Field(
         default="auto",

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 TransferMode = Literal["auto", "full", "active"]
-DecodeMode = Literal["auto", "owner", "transfer"]
+DecodeMode = Literal["auto", "in_place", "owner", "transfer"]
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_decode_tokens_attend_where_that_costs_less_by_default():
     assert read_settings({"enable_kvpp": True}).options.decode == "auto"
 
 
-@pytest.mark.parametrize("value", ["auto", "owner", "transfer"])
+@pytest.mark.parametrize("value", ["auto", "in_place", "owner", "transfer"])
 def test_every_place_to_decode_is_understood(value):
     assert read_settings({"kvpp": {"decode": value}}).options.decode == value
 
@@ -135,7 +135,7 @@ def test_another_place_to_decode_is_refused_with_the_valid_ones(value):
     (reason,) = reasons_against({"kvpp": {"decode": value}})
 
     assert reason.startswith(f"kvpp.decode is {value!r}: ")
-    assert reason.endswith("(valid: auto, owner, or transfer)")
+    assert reason.endswith("(valid: auto, in_place, owner, or transfer)")
 
 
 def test_another_transport_is_refused_with_the_valid_ones():

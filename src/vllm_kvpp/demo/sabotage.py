@@ -50,7 +50,7 @@ class SabotageExtension(CacheMeterExtension):
         transfers = self._kvpp.transfers
         if not isinstance(transfers.transport, NoTransport):
             self._demo_transport, self._demo_decode = transfers.transport, transfers.decode
-            # Without decode at the owner, history has to be moved, and is not.
+            # Decode that goes to the owner's memory would still be right; so its history has to be moved, and is not.
             transfers.transport, transfers.decode = NoTransport(), None
         return {"transport": type(transfers.transport).__name__}
 

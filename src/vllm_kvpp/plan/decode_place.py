@@ -1,25 +1,41 @@
-"""Where a step's decode rows attend: at each layer's owner, or at every rank, to which their history is moved."""
+"""How a step's decode rows reach their history: in the owner's memory, at the owner, or by moving it to every rank."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from vllm_kvpp.plan.transfer_way import StageShape, choose_way, estimate_cost
 from vllm_kvpp.selection import BlockRuns, DecodeMode, ExchangeTraits, LinkTraits, QueryShape, TransferMode
 
 
+class DecodePlace(Enum):
+    """Where the decode rows of a step attend to their history."""
+
+    IN_PLACE = "in place"
+    """At every rank, for its own heads, by reading the owner's memory."""
+    OWNER = "owner"
+    """At the owner, for the heads of all ranks."""
+    EVERYWHERE = "everywhere"
+    """At every rank, to which the history is moved."""
+
+
 @dataclass(frozen=True)
 class DecodeCosts:
-    """What the choice rests on, beside the step: the stage with its attentions, and the prices of both ways."""
+    """What the choice rests on, beside the step: the stage with its attentions, and the prices of both ways.
+
+    `exchange` is None where the ranks keep no memory for queries, so that rows cannot attend at the owner.
+    """
 
     stage: StageShape
     num_attentions: int
     queries: QueryShape
     link: LinkTraits
-    exchange: ExchangeTraits
+    exchange: ExchangeTraits | None
 
     def at_owner(
         self, num_rows: int, num_attended_tokens: int, other_blocks: BlockRuns, transfer: TransferMode
     ) -> float:
         """Attend at the owners, and move the history of the rest of the batch."""
+        assert self.exchange is not None, "there is no exchange"
         num_peer_heads = self.queries.num_peer_heads
         moved = num_rows * num_peer_heads * self.queries.head_bytes
         waited = num_attended_tokens * num_peer_heads * self.exchange.head_token_bytes
@@ -43,7 +59,10 @@ def chooses_owner(
     other_blocks: BlockRuns,
     transfer: TransferMode,
 ) -> bool:
-    """Whether the decode rows of a step attend at the owners: what `mode` says, or with `auto` what costs less."""
+    """Whether the decode rows of a step attend at the owners, if there is an exchange: as `mode`, or what costs less.
+
+    With `auto` the other way is by transfers: where rows can read in place, they do.
+    """
     if mode != "auto":
         return mode == "owner"
     at_owner = costs.at_owner(num_rows, num_attended_tokens, other_blocks, transfer)

@@ -91,6 +91,8 @@ class CacheSummary:
     def _describe_decode(self) -> str:
         if self.decode == "transfer":
             return "moves history"
+        if self.decode == "in_place":
+            return "in place: every rank reads the owners' memory"
         places = "at the owner" if self.decode == "owner" else "at the owner, or moves history, what costs less"
         return f"{places}; queries and outputs through {self.exchange_bytes:,} bytes"
 

@@ -11,15 +11,16 @@ class TransferCounters:
 
     `transferred_bytes` and `transferred_blocks` count each bundle that the rank sent or received: those of the blocks
     that were moved. A transfer's time is split into what the rank waited for and what was hidden behind its compute.
-    A step with history has transfers, or decode rows that attend at the owners, or both: each is counted. `exchanges`
-    counts the attentions of the latter, and `query_bytes`, `output_bytes` and, of indexers, `choice_bytes` what this
-    rank sent and received for them.
+    A step with history has transfers, or decode rows that attend at the owners or read in place, or both: each is
+    counted. `exchanges` counts the attentions at the owners, and `query_bytes`, `output_bytes` and, of indexers,
+    `choice_bytes` what this rank sent and received for them.
     """
 
     steps: int = 0
     steps_with_history: int = 0
     steps_with_transfers: int = 0
     steps_at_owner: int = 0
+    steps_in_place: int = 0
     transfers: int = 0
     transferred_bytes: int = 0
     transferred_blocks: int = 0

@@ -85,8 +85,11 @@ class LayerTransfers:
 
         Raises:
             KVPPOrderError: the model ran, but some layer read its cache without having waited for it.
+            KVPPTransferError: another rank has not come to the end of the step before, or is gone.
         """
         assert not self._step.has_history, "a step began before the last one had ended"
+        if self.decode is not None:
+            self.decode.before_step()
         self.counters.steps += 1
         self.counters.steps_with_history += int(step.has_history)
         self._step = step

@@ -30,6 +30,17 @@ def digest(subject: str) -> bytes:
     return hashlib.sha256(subject.encode()).digest()[:8]
 
 
+class UnexpectedMessageError(RuntimeError):
+    """A peer is somewhere else in its work than this rank; `peer` has sent `received`."""
+
+    def __init__(self, peer: int, received: bytes, expected: bytes) -> None:
+        super().__init__(
+            f"group rank {peer} does not move the same in this step ({received.hex()}, not {expected.hex()})"
+        )
+        self.peer = peer
+        self.received = received
+
+
 @dataclass(frozen=True)
 class PipeHandle:
     """Where a peer finds the end of a pipe that it writes to."""
@@ -131,9 +142,7 @@ class Signals:
                 self._receive(reader)
         for peer in peers:
             if (received := self._arrived[peer].popleft()) != message:
-                raise RuntimeError(
-                    f"group rank {peer} does not move the same in this step ({received.hex()}, not {message.hex()})"
-                )
+                raise UnexpectedMessageError(peer, received, message)
 
     def _receive(self, reader: int) -> None:
         peer = self._peer_by_reader[reader]

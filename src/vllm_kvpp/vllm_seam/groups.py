@@ -18,6 +18,7 @@ from vllm_kvpp.transport.base import BundleMemory, Transport
 from vllm_kvpp.transport.broadcast import HostBroadcast
 from vllm_kvpp.transport.collective_exchange import CollectiveExchange
 from vllm_kvpp.transport.exchange import ExchangeArea, QueryExchange
+from vllm_kvpp.transport.owner_reads import OwnerReads
 from vllm_kvpp.transport.peer_copies import PeerCopies
 from vllm_kvpp.transport.peer_exchange import PeerExchange
 from vllm_kvpp.transport.shared_memory import PAGE_BYTES, SharedHandle, allocate_pages, open_shared, share
@@ -117,6 +118,11 @@ class KVPPGroup:
         assert self.queries is not None, "decode queries have no group"
         (own,) = areas
         return CollectiveExchange(self.queries, own)
+
+    def make_reads(self) -> OwnerReads:
+        """The messages of ranks that read each other's memory in place. Collective."""
+        assert self.shares_memory, "the ranks cannot read each other's memory"
+        return OwnerReads(self._make_signals(eager_seconds=EAGER_SECONDS))
 
     def _make_signals(self, eager_seconds: float = 0.0) -> Signals:
         inbox = Inbox(tuple(peer for peer in range(self.size) if peer != self.rank))

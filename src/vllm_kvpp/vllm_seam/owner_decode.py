@@ -1,6 +1,6 @@
-"""Where decode rows meet the owner: between the absorbed queries and an attention's kernel, and around an indexer."""
+"""Where decode rows meet the owner: around an attention's kernel, its cache update, and an indexer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -9,9 +9,11 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from vllm_kvpp.errors import KVPPSeamError
+from vllm_kvpp.runtime.decode_places import OwnedPlace
 from vllm_kvpp.runtime.history import DecodeRows
-from vllm_kvpp.runtime.owner_decode import OwnedPlace, OwnerDecode
+from vllm_kvpp.runtime.owner_decode import OwnerDecode
 from vllm_kvpp.selection import QueryShape
+from vllm_kvpp.vllm_seam.owner_view import OwnerView
 from vllm_kvpp.vllm_seam.wait_points import find_indexers
 
 
@@ -62,6 +64,11 @@ def find_sparse_obstacle(names: Sequence[str], places: DecodePlaces) -> str | No
     return None if types == {torch.int32} else f"its indexers choose in {types}"
 
 
+def find_indexer_obstacle(places: DecodePlaces) -> str | None:
+    """Say why decode cannot read in place in these layers, or None if it can."""
+    return "its indexers choose at the owner, and other ranks do not know what" if places.indexers else None
+
+
 def describe_queries(places: DecodePlaces, group_size: int, dtype: torch.dtype) -> QueryShape:
     """Describe the decode queries that the attentions, which are alike, have in common."""
     first = next(iter(places.attentions.values()))
@@ -76,20 +83,34 @@ def describe_queries(places: DecodePlaces, group_size: int, dtype: torch.dtype) 
     )
 
 
-def attach_owner_decode(places: DecodePlaces, decode: OwnerDecode, dtype: torch.dtype) -> None:
+def attach_owner_decode(
+    places: DecodePlaces, decode: OwnerDecode, dtype: torch.dtype, views: Mapping[str, OwnerView]
+) -> None:
     """Let each attention's decode rows attend, and each indexer choose, at its owner while `decode` is on.
+
+    `views` are those of the caches that other ranks own, by name, if decode rows may read in place.
 
     Touches: `forward_mqa` and `do_kv_cache_update` of the attention's implementation, `SparseAttnIndexer`. Because: see
     `symbols.py`. Checked by: `check_seam`, and in every step by `OwnerDecode`.
     """
     for name, attention in places.attentions.items():
-        _wrap_decode(name, attention.impl, decode, dtype)
+        _wrap_decode(name, attention.impl, decode, dtype, views.get(name, _as_it_is))
         _wrap_cache_update(name, attention.impl, decode)
     for name, indexer in places.indexers.items():
         _wrap_indexer(name, indexer, decode)
 
 
-def _wrap_decode(name: str, impl: Any, decode: OwnerDecode, dtype: torch.dtype) -> None:
+def _as_it_is(cache: torch.Tensor) -> torch.Tensor:
+    return cache
+
+
+def _wrap_decode(
+    name: str,
+    impl: Any,
+    decode: OwnerDecode,
+    dtype: torch.dtype,
+    view_at_owner: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     original = impl.forward_mqa
 
     @wraps(original)
@@ -97,6 +118,9 @@ def _wrap_decode(name: str, impl: Any, decode: OwnerDecode, dtype: torch.dtype) 
         if not decode.is_on:
             return original(q, kv_cache, metadata, layer)
         query = q if isinstance(q, tuple) else (q,)
+        if decode.reads_in_place:
+            decode.before_read(name, query[0].shape[0])
+            return original(q, view_at_owner(kv_cache), metadata, layer)
         if others := [part.dtype for part in query if part.dtype != dtype]:
             raise KVPPSeamError(f"The decode queries of {name} are {others[0]}; KVPP planned for {dtype}.")
         # The second is the logarithm of the sum of weights, which only decode context parallelism reads: refused.
@@ -112,6 +136,7 @@ def _wrap_cache_update(name: str, impl: Any, decode: OwnerDecode) -> None:
     def do_kv_cache_update(*args: Any, **kwargs: Any) -> None:
         if not decode.leaves_cache_as_it_is(name):
             original(*args, **kwargs)
+            decode.after_write(name)
 
     impl.do_kv_cache_update = do_kv_cache_update
 

@@ -105,6 +105,11 @@ class RankMemory:
         components = tuple(self._view_cache(placed) for placed in bundle.components)
         return BundleMemory(bundle.owner_rank, whole, components)
 
+    def view_pages(self, name: str) -> torch.Tensor:
+        """The pages of the cache `name` as `[num_bytes]`; those of a layer that another rank owns are its scratch."""
+        (placed,) = (placed for placed in self.placement.caches if placed.cache.name == name)
+        return self.backing[placed.range.offset : placed.range.end]
+
     def view_exchange(self, num_bytes: int) -> torch.Tensor:
         """The first bytes of the tail, through which decode queries and outputs travel."""
         start = self.placement.tail.offset

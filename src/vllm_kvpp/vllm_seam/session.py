@@ -14,6 +14,7 @@ from vllm_kvpp.plan import CachePlan, fit_num_blocks, place, plan_cache, plan_ex
 from vllm_kvpp.plan.summary import CacheSummary
 from vllm_kvpp.runtime.history import BlockTables
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers
+from vllm_kvpp.selection import DecodeMode, QueryShape
 from vllm_kvpp.transport.base import Transport
 from vllm_kvpp.vllm_seam.attach import attach
 from vllm_kvpp.vllm_seam.decode_setup import DecodeSetup, attach_decode, set_up_decode
@@ -38,7 +39,7 @@ class KVPPSession:
             device,
             self._options.transfer_timeout_seconds,
             may_share_memory=self._options.transport == "auto",
-            may_exchange=self._options.decode != "transfer",
+            may_exchange=self._options.decode in ("auto", "owner"),
         )
         self._plan: CachePlan | None = None
         self._available_bytes = 0
@@ -71,7 +72,7 @@ class KVPPSession:
         self._plan = plan
         self._available_bytes = available_bytes
         self._decode = set_up_decode(plan, self._options, self._group, self._vllm_config, model_runner)
-        own_exchange_bytes = plan_exchange(self._decode.queries if self._decode else None, available_bytes)
+        own_exchange_bytes = plan_exchange(self._find_exchanged_queries(), available_bytes)
         self._exchange_bytes = min(self._group.gather(own_exchange_bytes))
         if self._decode is not None and self._options.decode == "owner" and self._exchange_bytes == 0:
             raise KVPPBudgetError(
@@ -83,6 +84,15 @@ class KVPPSession:
         num_blocks = fit_num_blocks(plan, self._group.rank, available_bytes, self._tail_bytes)
         self._check_budget(plan, num_blocks, block_size=next(iter(specs.values())).block_size)
         return num_blocks * plan.full_bytes_per_block
+
+    def _find_exchanged_queries(self) -> QueryShape | None:
+        decode = self._decode
+        return decode.queries if decode is not None and decode.exchanges_queries(self._options.decode) else None
+
+    def _find_decode_mode(self) -> DecodeMode:
+        """What `kvpp.decode` comes to in this stage."""
+        mode = self._decode.find_mode(self._options.decode) if self._decode is not None else "transfer"
+        return "transfer" if mode in ("auto", "owner") and self._exchange_bytes == 0 else mode
 
     def _agree_on_tail(self, plan: CachePlan, available_bytes: int) -> int:
         """What every rank keeps for transfers; with staging memory, all cut their blocks into the same chunks."""
@@ -154,7 +164,7 @@ class KVPPSession:
             transfer=self._options.transfer,
             transport="shared memory" if self._group.shares_memory else "broadcast",
             staging_bytes=0 if self._group.shares_memory else self._tail_bytes - self._exchange_bytes,
-            decode=self._options.decode if self._exchange_bytes > 0 else "transfer",
+            decode=self._find_decode_mode(),
             exchange_bytes=self._exchange_bytes,
         )
         return rewrite_tensors(config, placement)
@@ -172,7 +182,7 @@ class KVPPSession:
         layers = view_layers(own, modules, peers)
         transport = self._make_transport(own)
         decode = None
-        if self._decode is not None and self._exchange_bytes > 0:
+        if self._decode is not None and self._find_decode_mode() != "transfer":
             decode = attach_decode(
                 self._decode,
                 self._options,

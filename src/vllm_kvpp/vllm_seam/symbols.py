@@ -357,9 +357,16 @@ SEAM: tuple[SeamSymbol, ...] = (
     ),
     SeamSymbol(
         path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward",
-        because="The direct path calls the hook before the cache update.",
+        because="The direct path calls the hook before the cache update, and both paths attend behind it: what other "
+        "ranks read in place is written by then.",
         removable_when="vLLM has a per-layer hook before the cache update.",
-        source_order=("self.prepare_kv_cache_update(", "self.update_kv_cache(", "self.forward_impl("),
+        source_order=(
+            "self.prepare_kv_cache_update(",
+            "self.update_kv_cache(",
+            "self.forward_impl(",
+            "torch.ops.vllm.unified_mla_kv_cache_update(",
+            "torch.ops.vllm.unified_mla_attention_with_output(",
+        ),
     ),
     SeamSymbol(
         path="vllm.model_executor.layers.attention.mla_attention:unified_mla_kv_cache_update",
@@ -387,7 +394,7 @@ SEAM: tuple[SeamSymbol, ...] = (
     SeamSymbol(
         path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward_impl",
         because="Attends decode rows, those first in the batch, by one call with absorbed queries, and projects its "
-        "output: between the two they go to the owner.",
+        "output: between the two they go to the owner, or read its cache.",
         removable_when="vLLM lets a plugin place decode attention.",
         source_order=(
             "num_mqa_tokens = attn_metadata.num_decode_tokens",
@@ -398,19 +405,21 @@ SEAM: tuple[SeamSymbol, ...] = (
     ),
     SeamSymbol(
         path="vllm.v1.attention.backend:MLAAttentionImpl.forward_mqa",
-        because="Attends whatever heads its query has; wrapped on each layer's implementation.",
+        because="Attends whatever heads its query has to whatever cache it is given; wrapped on each layer's "
+        "implementation.",
         removable_when="vLLM lets a plugin place decode attention.",
         parameters=("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
     ),
     SeamSymbol(
         path="vllm.model_executor.layers.attention.mla_attention:MLAAttention.update_kv_cache",
-        because="Writes the cache by one call of the implementation, which is left out where nobody would read it.",
+        because="Writes the cache by one call of the implementation, which is left out where nobody would read it, and "
+        "behind which an owner tells those that read in place.",
         removable_when="vLLM lets a plugin place decode attention.",
         source_order=("self.impl.do_kv_cache_update(",),
     ),
     SeamSymbol(
         path="vllm.v1.attention.backend:AttentionBackend.get_name",
-        because="Names the backends that can attend all heads.",
+        because="Names the backends that can attend all heads, or read in place.",
         removable_when="Backends say by themselves whether they take the head count from the query.",
     ),
     SeamSymbol(

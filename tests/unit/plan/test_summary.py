@@ -137,6 +137,7 @@ def test_the_log_shows_the_staging_memory():
     ("decode", "exchange_bytes", "words"),
     [
         ("transfer", 0, "moves history"),
+        ("in_place", 0, "in place: every rank reads the owners' memory"),
         ("owner", 4096, "at the owner; queries and outputs through 4,096 bytes"),
         ("auto", 512, "at the owner, or moves history, what costs less; queries and outputs through 512 bytes"),
     ],

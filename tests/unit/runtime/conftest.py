@@ -3,8 +3,9 @@ import torch
 
 from vllm_kvpp.plan.decode_place import DecodeCosts
 from vllm_kvpp.plan.transfer_way import StageShape
+from vllm_kvpp.runtime.decode_places import OwnedPlace
 from vllm_kvpp.runtime.layer_transfers import LayerTransfers, TargetLayer
-from vllm_kvpp.runtime.owner_decode import OwnedPlace, OwnerDecode
+from vllm_kvpp.runtime.owner_decode import OwnerDecode, OwnerLinks
 from vllm_kvpp.selection import ExchangeTraits, LinkTraits, QueryShape
 from vllm_kvpp.transport.base import BundleMemory
 from vllm_kvpp.transport.recording import RecordingTransport
@@ -118,7 +119,7 @@ ATTENTION_PLACES = tuple(OwnedPlace(f"layers.{number}.attn", number % 2) for num
 
 @pytest.fixture
 def make_decode():
-    """One rank's decode at the owners, of six heads in a group of three; and its exchange."""
+    """One rank's decode at the owners, of six heads in a group of three; and its exchange. It can read by `reads`."""
 
     def make_decode(
         places=ATTENTION_PLACES,
@@ -126,16 +127,18 @@ def make_decode():
         rank=0,
         mode="owner",
         num_choices=0,
-        max_rows=8,
         traits=FakeExchange.traits,
         warn=None,
+        reads=None,
+        **exchange_changes,
     ):
         shape = QueryShape(6, 3, query_width=5, output_width=4, element_bytes=2, num_choices=num_choices)
-        exchange = FakeExchange(rank, shape, max_rows=max_rows)
+        exchange = FakeExchange(rank, shape, **exchange_changes)
         stage = StageShape(num_blocks=100, num_layers=3, num_components=3, page_size_bytes=3_000)
         costs = DecodeCosts(stage, num_attentions=3, queries=shape, link=LinkTraits(call_bytes=0), exchange=traits)
         label = "of ranks [2, 3, 4]"
-        decode = OwnerDecode(places, exchange, costs, group_rank=rank, group_label=label, mode=mode, warn=warn)
+        links = OwnerLinks(exchange, reads)
+        decode = OwnerDecode(places, links, costs, group_rank=rank, group_label=label, mode=mode, warn=warn)
         return decode, exchange
 
     return make_decode

@@ -208,6 +208,7 @@ def test_counters_count_steps_transfers_and_bytes(make_stage):
         "steps_with_history": 2,
         "steps_with_transfers": 2,
         "steps_at_owner": 0,
+        "steps_in_place": 0,
         "transfers": 6,
         # One of two blocks.
         "transferred_bytes": 2 * (4 + 8 + 12),

@@ -213,7 +213,7 @@ def test_an_attention_that_was_passed_by_is_noticed_at_the_end(make_decode):
     begin(decode)
     decode.attend("layers.0.attn", query(), attend_all)
 
-    with pytest.raises(KVPPOrderError, match=r"^layers\.1\.attn did not attend at its owner .*--enforce-eager"):
+    with pytest.raises(KVPPOrderError, match=r"^layers\.1\.attn did not attend to its owner.*--enforce-eager"):
         decode.check_all_attended()
 
 

@@ -5,8 +5,8 @@ import torch
 
 from vllm_kvpp.errors import KVPPOrderError, KVPPTransferError
 from vllm_kvpp.runtime.counters import TransferCounters
+from vllm_kvpp.runtime.decode_places import OwnedPlace
 from vllm_kvpp.runtime.history import DecodeRows, Step, StepRequest
-from vllm_kvpp.runtime.owner_decode import OwnedPlace
 from vllm_kvpp.selection import BlockRuns
 
 TWO_DECODES = Step(BlockRuns.of([1, 2]), (StepRequest(1, 5, 1, [1, 3]), StepRequest(1, 9, 1, [2, 4])))

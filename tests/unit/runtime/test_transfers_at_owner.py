@@ -102,7 +102,7 @@ def test_steps_are_counted_by_what_they_did(make_both):
 def test_a_step_that_decodes_waits_for_no_layer_but_each_has_to_attend(make_both):
     stage, decode, _ = make_both()
 
-    with pytest.raises(KVPPOrderError, match=r"^layers\.1\.attn did not attend at its owner in this step"):
+    with pytest.raises(KVPPOrderError, match=r"^layers\.1\.attn did not attend to its owner's memory in this step"):
         run_step(stage, decode, DECODE, TWO_ROWS, numbers=[0])
 
 

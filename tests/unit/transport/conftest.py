@@ -89,10 +89,10 @@ def make_areas():
 
 
 @pytest.fixture
-def make_peer_ranks():
-    """Ranks with real pipes between them, that read each other's memory."""
+def make_signals():
+    """The signals of all ranks of a group, with real pipes between them."""
 
-    def make_peer_ranks(timeout_seconds=5.0):
+    def make_signals(timeout_seconds=5.0):
         others = [tuple(peer for peer in range(GROUP_SIZE) if peer != rank) for rank in range(GROUP_SIZE)]
         inboxes = list(map(Inbox, others))
         writers = [
@@ -100,7 +100,17 @@ def make_peer_ranks():
         ]
         for inbox in inboxes:
             inbox.close_writing()
-        signals = [Signals(*ends, timeout_seconds) for ends in zip(inboxes, writers, strict=True)]
+        return [Signals(*ends, timeout_seconds) for ends in zip(inboxes, writers, strict=True)]
+
+    return make_signals
+
+
+@pytest.fixture
+def make_peer_ranks(make_signals):
+    """Ranks that read each other's memory."""
+
+    def make_peer_ranks(timeout_seconds=5.0):
+        signals = make_signals(timeout_seconds)
         return ExchangeRanks(list(map(PeerExchange, range(GROUP_SIZE), make_areas(), signals)), signals)
 
     return make_peer_ranks

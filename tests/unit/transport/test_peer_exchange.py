@@ -21,7 +21,7 @@ def test_ranks_with_different_numbers_of_rows_all_get_an_error(make_peer_ranks, 
             ranks.signals[rank].close()
 
     errors = ranks.run_everywhere(attend)
-    assert {type(error) for error in errors} == {RuntimeError}
+    assert all(isinstance(error, RuntimeError) for error in errors)
     assert "does not move the same in this step" in str(errors[owner_rank])
 
 

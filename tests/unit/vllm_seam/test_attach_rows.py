@@ -26,6 +26,9 @@ class FakeDecode:
     def begin(self, step, rows, transfer, counters):
         self.rows.append(rows)
 
+    def before_step(self):
+        """Nobody reads."""
+
     def check_all_attended(self):
         """Nothing was to attend."""
 

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpp.vllm_seam.decode_backends import DECLARATION, DECODE_BACKENDS, find_obstacle, list_able_backends
+from vllm_kvpp.vllm_seam.decode_backends import (
+    DECLARATION,
+    DECODE_BACKENDS,
+    find_in_place_obstacle,
+    find_obstacle,
+    list_able_backends,
+)
 
 
 def read_classes():
@@ -121,3 +127,37 @@ def test_ranks_of_prefill_context_parallelism_have_different_tokens(attention_cl
     found = obstacle([attention_class()], prefill_context_parallel_size=2)
 
     assert found == "ranks of prefill context parallelism have different tokens"
+
+
+def in_place_obstacle(attentions, *, prefill_context_parallel_size=1, shares_memory=True):
+    return find_in_place_obstacle(
+        attentions, prefill_context_parallel_size=prefill_context_parallel_size, shares_memory=shares_memory
+    )
+
+
+def test_only_backends_that_have_been_run_so_read_in_place():
+    assert [backend.name for backend in DECODE_BACKENDS if backend.reads_in_place] == ["CPU_MLA"]
+
+
+def test_a_backend_that_reads_in_place_has_no_obstacle_where_memory_is_shared(attention_class):
+    # Each rank attends its own heads, so how many others have does not matter.
+    assert in_place_obstacle([attention_class(), attention_class(num_heads=4)]) is None
+    assert in_place_obstacle([attention_class()], shares_memory=False) == "the ranks do not share memory"
+
+
+@pytest.mark.parametrize("backend", ["TRITON_MLA", "OTHERS_MLA"])
+def test_one_backend_that_has_not_been_run_on_anothers_memory_is_enough(attention_class, backend):
+    attention = attention_class(backend=backend)
+    setattr(attention.impl, DECLARATION, True)
+
+    assert in_place_obstacle([attention_class(), attention]) == (
+        f"attention backend {backend}: nobody has run it on another rank's memory yet"
+    )
+
+
+def test_what_stands_in_the_way_of_both_ways_does_so_in_place(attention_class, fused_attention_class):
+    assert in_place_obstacle([fused_attention_class()]) == "FusedAttention attends in a way of its own"
+    assert in_place_obstacle([]) == "this stage has no attention layer"
+    assert in_place_obstacle([attention_class()], prefill_context_parallel_size=2) == (
+        "ranks of prefill context parallelism have different tokens"
+    )

@@ -223,6 +223,16 @@ def test_a_group_that_shares_memory_exchanges_through_it(make, monkeypatch):
     assert exchange.owners == []
 
 
+def test_only_a_group_that_shares_memory_reads_in_place(make, monkeypatch):
+    monkeypatch.setattr(groups_module, "_can_share_memory", lambda group: group.rank == 1)
+    monkeypatch.setattr(groups_module, "OwnerReads", lambda signals: ("reads", signals))
+    monkeypatch.setattr(KVPPGroup, "_make_signals", lambda group, eager_seconds: f"signals {eager_seconds > 0}")
+
+    assert make(1, may_share_memory=True)[0].make_reads() == ("reads", "signals True")
+    with pytest.raises(AssertionError, match="cannot read each other's memory"):
+        make(0, may_share_memory=True)[0].make_reads()
+
+
 def test_a_group_that_shares_no_memory_exchanges_by_collectives_through_its_own(make):
     exchange = FakeExchange()
     group, _ = make(1, exchange=exchange)

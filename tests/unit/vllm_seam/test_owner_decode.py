@@ -18,10 +18,12 @@ INDEXER, ATTENTION = "model.layers.0.indexer", "model.layers.0.attn"
 class FakeDecode:
     """Attends all heads here where it is on, and writes down what it is asked."""
 
-    def __init__(self, *, is_on=True, is_owner=True):
+    def __init__(self, *, is_on=True, is_owner=True, reads_in_place=False):
         self.is_on = is_on
         self.is_owner = is_owner
+        self.reads_in_place = reads_in_place
         self.log = []
+        self.written = []
 
     def attend(self, name, query, attend_all):
         self.log.append((name, query))
@@ -30,6 +32,12 @@ class FakeDecode:
     def leaves_cache_as_it_is(self, name):
         self.log.append(name)
         return self.is_on and not self.is_owner
+
+    def after_write(self, name):
+        self.written.append(name)
+
+    def before_read(self, name, num_rows):
+        self.log.append((name, num_rows))
 
     def choose(self, name, choices, score):
         self.log.append((name, choices))
@@ -41,10 +49,10 @@ class FakeDecode:
 def attach(make_model):
     """A layer with an indexer that goes by a fake decode: (attention, indexer)."""
 
-    def attach(decode):
+    def attach(decode, views=None):
         modules, model = make_model(1, indexers=[0])
         places = DecodePlaces({ATTENTION: modules[ATTENTION]}, {INDEXER: model.indexers[0]}, ())
-        attach_owner_decode(places, decode, torch.bfloat16)
+        attach_owner_decode(places, decode, torch.bfloat16, views or {})
         return modules[ATTENTION], model.indexers[0]
 
     return attach
@@ -111,14 +119,56 @@ def test_a_cache_that_somebody_reads_is_updated_as_it_was(attach, is_on, is_owne
     attention.impl.do_kv_cache_update("latents", "cache", slots="slots")
 
     assert attention.log == [("update", ("latents", "cache"), {"slots": "slots"})]
-    assert decode.log == [ATTENTION]
+    assert decode.log == decode.written == [ATTENTION]
 
 
 def test_a_cache_that_nobody_reads_is_left_as_it_is(attach):
-    attention, _ = attach(FakeDecode(is_owner=False))
+    decode = FakeDecode(is_owner=False)
+    attention, _ = attach(decode)
     attention.impl.do_kv_cache_update("latents", "cache", slots="slots")
 
-    assert attention.log == []
+    assert attention.log == decode.written == []
+
+
+def test_a_write_is_told_when_it_is_done(attach):
+    decode = FakeDecode()
+    attention, _ = attach(decode)
+    attention.log = attention.impl.log = decode.written
+    attention.impl.do_kv_cache_update("latents")
+
+    assert decode.written == [("update", ("latents",), {}), ATTENTION]
+
+
+def test_an_owner_attends_its_own_heads_to_its_own_cache_in_place(attach):
+    decode = FakeDecode(reads_in_place=True)
+    attention, _ = attach(decode)
+    arguments = make_query(3), torch.zeros(1), "metadata", attention
+    _, logarithms = attention.impl.forward_mqa(*arguments)
+
+    assert decode.log == [(ATTENTION, 3)]
+    assert all(found is given for found, given in zip(attention.log[0], arguments, strict=True))
+    assert logarithms == "log of sums"
+
+
+def test_another_rank_attends_its_own_heads_to_the_owners_cache_once_that_may_be_read(attach):
+    decode = FakeDecode(is_owner=False, reads_in_place=True)
+
+    def view(cache):
+        assert decode.log == [(ATTENTION, 2)]
+        return f"the owner's {cache}"
+
+    attention, _ = attach(decode, {ATTENTION: view})
+    query = make_query()
+    attention.impl.forward_mqa(query, "cache", "metadata", attention)
+
+    assert attention.log == [(query, "the owner's cache", "metadata", attention)]
+
+
+def test_where_queries_travel_each_rank_keeps_to_its_own_cache(attach):
+    attention, _ = attach(FakeDecode(), {ATTENTION: lambda cache: pytest.fail("asked for the owner's memory")})
+    attention.impl.forward_mqa(make_query(), "cache", None, attention)
+
+    assert attention.log[0][1] == "cache"
 
 
 def test_while_it_is_off_an_indexer_is_called_as_it_was(attach):

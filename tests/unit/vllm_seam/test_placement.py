@@ -273,3 +273,16 @@ def test_caches_in_several_allocations_are_refused():
 
     with pytest.raises(KVPPSeamError, match="spread the KV cache over 2 allocations"):
         find_backing(placement, modules)
+
+
+@STAGES
+@RANKS
+def test_the_pages_of_a_cache_are_found_by_its_name(specs, group_rank):
+    placement = place_on(specs, group_rank)
+    modules = allocate(rewrite_tensors(stock_config(specs), placement))
+    memory = RankMemory(placement, find_backing(placement, modules))
+
+    for name, module in modules.items():
+        pages = memory.view_pages(name)
+        assert pages.data_ptr() == module.kv_cache.data_ptr()
+        assert pages.numel() == NUM_BLOCKS * page_of(specs[name])

@@ -14,6 +14,7 @@ from vllm_kvpp.deployment import Deployment
 from vllm_kvpp.errors import KVPPBudgetError
 from vllm_kvpp.plan import plan_exchange
 from vllm_kvpp.selection import ExchangeTraits, QueryShape
+from vllm_kvpp.transport.owner_reads import OwnerReads
 from vllm_kvpp.transport.recording import RecordingTransport
 from vllm_kvpp.vllm_seam import session as session_module
 from vllm_kvpp.vllm_seam.session import KVPPSession
@@ -57,6 +58,9 @@ class FakeGroup:
     def make_exchange(self, areas):
         self.areas = areas
         return SimpleNamespace(traits=ExchangeTraits(0), max_rows=areas[0].max_rows)
+
+    def make_reads(self):
+        return OwnerReads(SimpleNamespace(peers=(1,)))
 
     def check_agreement(self, what, value):
         """They always agree."""
@@ -134,7 +138,7 @@ def test_staging_memory_lies_behind_the_exchange_memory(run_to_attachment):
 
 def test_ranks_that_share_memory_exchange_through_every_ranks_and_keep_a_page_behind(run_to_attachment):
     group = FakeGroup(shares_memory=True)
-    session, _ = run_to_attachment(group)
+    session, _ = run_to_attachment(group, decode="owner")
 
     assert len(group.areas) == 2
     assert tail_of(session).num_bytes == EXCHANGE + mmap.PAGESIZE
@@ -143,7 +147,7 @@ def test_ranks_that_share_memory_exchange_through_every_ranks_and_keep_a_page_be
 
 def test_a_rank_writes_its_queries_into_the_allocation_itself(run_to_attachment):
     group = FakeGroup(shares_memory=True)
-    session, modules = run_to_attachment(group)
+    session, modules = run_to_attachment(group, decode="owner")
     allocation = modules["model.layers.0.attn"].kv_cache.untyped_storage()
     own, others = group.areas
 
@@ -191,3 +195,21 @@ def test_owner_with_a_memory_too_small_for_one_query_is_refused_with_what_it_tak
         f"kvpp.decode is owner, but the KV cache memory of {128 * 120 - 1:,} bytes is too small for the exchange of "
         "one query (120 bytes, of 1/128 of it)."
     )
+
+
+@pytest.mark.parametrize("decode", ["auto", "in_place"])
+def test_ranks_that_share_memory_read_in_place_and_keep_no_memory_for_queries(run_to_attachment, decode):
+    group = FakeGroup(shares_memory=True)
+    session, modules = run_to_attachment(group, decode=decode)
+
+    assert (session.report()["decode"], session.report()["exchange_bytes"]) == ("in_place", 0)
+    assert tail_of(session).num_bytes == mmap.PAGESIZE
+    assert group.areas == []
+    assert all("forward_mqa" in vars(module.impl) for module in modules.values())
+
+
+def test_in_place_needs_no_memory_however_little_there_is(run_to_attachment):
+    group = FakeGroup(shares_memory=True, least=0)
+    session, _ = run_to_attachment(group, decode="in_place")
+
+    assert session.report()["decode"] == "in_place"
