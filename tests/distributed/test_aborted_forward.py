@@ -49,6 +49,8 @@ def abort_then_prefill(abort: Abort) -> Steps:
         ("peers_strict", (1, 2, 3)),
         ("peers_uneven", (0, 1, 2, 3)),
         ("peers_owner", (1, 2, 3)),
+        ("peers_in_place", (1, 2, 3)),
+        ("peers_in_place_uneven", (0, 1, 2, 3)),
     ],
 )
 @pytest.mark.parametrize("abort", ABORTS, ids=str)

@@ -1,6 +1,7 @@
 """The groups that a worker makes, in real processes with vLLM's own types around them (R-RUN-6, R-RUN-7)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from multirank.made_groups import (
@@ -15,7 +16,7 @@ from multirank.rank import Call
 from multirank.rank_processes import RankProcesses
 from multirank.scenarios import Scenario, find_problems
 from multirank.schedules import mixed_batches
-from multirank.setups import AT_OWNER, AUTO, FULL, PEERS, STAGED
+from multirank.setups import AT_OWNER, AUTO, FULL, IN_PLACE, PEERS, STAGED
 from multirank.toy_model import make_layers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -28,6 +29,7 @@ SIZES = {
     "tensor_parallel_size": 2,
 }
 SCENARIO = Scenario(make_layers(5, with_indexer={1}), mixed_batches(), group_ranks=())
+DENSE_SCENARIO = replace(SCENARIO, layers=make_layers(5))
 FIRST_STAGE, SECOND_STAGE = "of ranks [0, 1]", "of ranks [2, 3]"
 
 
@@ -45,7 +47,11 @@ def call_everywhere(function: object, *args: object) -> dict[int, Call]:
 
 def test_each_stage_makes_a_group_that_works_and_notices_disagreement(vllm_ranks: RankProcesses) -> None:
     setups = (FULL, STAGED, AUTO, PEERS, *(setup.with_decode(AT_OWNER) for setup in (STAGED, PEERS)))
-    calls = call_everywhere(make_and_use, SIZES, SCENARIO, setups)
+    scenarios = (
+        *(replace(SCENARIO, setup=setup) for setup in setups),
+        replace(DENSE_SCENARIO, setup=PEERS.with_decode(IN_PLACE)),
+    )
+    calls = call_everywhere(make_and_use, SIZES, scenarios)
     made: list[MadeGroup] = vllm_ranks.run(calls, limit_seconds=200)
     assert [(group.ranks, group.rank) for group in made] == [((0, 1), 0), ((0, 1), 1), ((2, 3), 0), ((2, 3), 1)]
     assert [group.label for group in made] == [FIRST_STAGE] * 2 + [SECOND_STAGE] * 2

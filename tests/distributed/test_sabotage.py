@@ -7,9 +7,10 @@ import pytest
 from multirank.broken_transports import drop_run, lose_layer, move_nothing, spoil_piece
 from multirank.exchanges import forget_choices, swap_heads
 from multirank.rank_processes import RankProcesses
+from multirank.reads import hasty_owner, hasty_reader, late_owner, late_reader
 from multirank.scenarios import Scenario, calls_for, run_and_stay, run_with_one_scratch_buffer
 from multirank.schedules import Steps, decode, prefill_only, reuse_at_once, with_gaps
-from multirank.setups import AT_OWNER, FULL, PEERS, PEERS_DEAF, RUNS, STAGED, TransferSetup, strict
+from multirank.setups import AT_OWNER, FULL, IN_PLACE, PEERS, PEERS_DEAF, RUNS, STAGED, TransferSetup, strict
 from multirank.toy_model import make_layers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
@@ -143,3 +144,28 @@ def test_an_exchange_that_waits_for_nobody_gives_wrong_outputs(
     scenario = Scenario(LAYERS, decode(), group_ranks, PEERS_DEAF.with_decode(AT_OWNER))
     reports = four_ranks.run(calls_for(scenario, run_and_stay))
     assert any(report.wrong_outputs for report in reports)
+
+
+def test_decode_rows_that_read_their_own_memory_in_place_give_wrong_outputs(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...]
+) -> None:
+    broken = PEERS.with_decode(replace(IN_PLACE, attends_here=True))
+    reports = four_ranks.run(calls_for(Scenario(LAYERS, decode()[:2], group_ranks, broken)))
+    assert all(report.wrong_outputs for report in reports)
+
+
+def test_readers_that_do_not_wait_for_a_late_owner_give_wrong_outputs(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...]
+) -> None:
+    broken = PEERS.with_decode(IN_PLACE.with_reads_wrapped(hasty_reader, late_owner))
+    reports = four_ranks.run(calls_for(Scenario(LAYERS, decode(), group_ranks, broken)))
+    # All but the late one, which finds what the others have made of it.
+    assert all(report.wrong_outputs for report in reports[1:])
+
+
+def test_owners_that_do_not_wait_for_a_late_reader_give_wrong_outputs(
+    four_ranks: RankProcesses, group_ranks: tuple[int, ...]
+) -> None:
+    broken = PEERS.with_decode(IN_PLACE.with_reads_wrapped(hasty_owner, late_reader))
+    reports = four_ranks.run(calls_for(Scenario(make_layers(4), reuse_at_once(), group_ranks, broken)))
+    assert [report.group_rank for report in reports if report.wrong_outputs][:1] == [0]

@@ -3,12 +3,14 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from multirank.exchanges import LostExchange
 from multirank.rank import Rank
 from multirank.rank_caches import KVPPCaches
+from multirank.reads import LostReads
 from multirank.scenarios import Scenario, make_caches, make_group
 from multirank.toy_model import embed
 from multirank.toy_scheduler import ScheduledRequest, ToyStep
@@ -41,6 +43,10 @@ def survive(rank: Rank, scenario: Scenario) -> Loss:
     else:
         raise AssertionError("the step succeeded without the lost rank")
     new_prompt = ToyStep((ScheduledRequest("new", (1, 2, 3), 0, (1,)),))
+    if scenario.setup.reads_in_place:
+        # The first step behind the lost one may still wait for its readers.
+        with suppress(KVPPTransferError):
+            caches.run(new_prompt, embed(new_prompt))
     assert caches.run(new_prompt, embed(new_prompt)) is not None
     return loss
 
@@ -84,6 +90,18 @@ def be_lost_in_exchange(rank: Rank, scenario: Scenario, call: str, layer_index: 
     setup = scenario.setup.with_decode(decode.wrapped(lambda exchange, _: lose(exchange)))
     caches = _run_all_but_last(rank, replace(scenario, setup=setup))
     caches.run(scenario.steps[-1], embed(scenario.steps[-1]))
+
+
+def be_lost_in_place(rank: Rank, scenario: Scenario, step: int, call: str, number: int, is_stuck: bool) -> None:
+    """Be killed in one of the steps that read in place, or be stuck, at the place `number`: see `LostReads`."""
+    instead = _be_stuck if is_stuck else _be_killed
+    lose = partial(LostReads, step=step, call=call, number=number, instead=instead)
+    decode = scenario.setup.decode
+    assert decode is not None
+    setup = scenario.setup.with_decode(decode.with_reads_wrapped(lambda reads, _: lose(reads)))
+    caches = make_caches(replace(scenario, setup=setup), make_group(rank, scenario))
+    for scheduled in scenario.steps:
+        caches.run(scheduled, embed(scheduled))
 
 
 def _be_killed() -> None:

@@ -11,7 +11,6 @@ import torch
 from multirank.broken_transports import move_nothing
 from multirank.rank import Rank
 from multirank.scenarios import Report, Scenario, run_on_group
-from multirank.setups import TransferSetup
 from vllm_kvpp.errors import KVPPRankMismatchError
 from vllm_kvpp.transport.shared_memory import PAGE_BYTES, allocate_pages
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MadeGroup:
-    """One rank's group, and what its checks said; one report of each setup."""
+    """One rank's group, and what its checks said; one report of each scenario."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -44,8 +43,8 @@ class Unshared:
     error_of_opening_pipes: str | None
 
 
-def make_and_use(rank: Rank, sizes: dict[str, int], scenario: Scenario, setups: tuple[TransferSetup, ...]) -> MadeGroup:
-    """Make the group, compare values over it, and run a scenario in each setup."""
+def make_and_use(rank: Rank, sizes: dict[str, int], scenarios: tuple[Scenario, ...]) -> MadeGroup:
+    """Make the group, compare values over it, and run each scenario."""
     group = _make(rank, sizes)
     return MadeGroup(
         ranks=group.ranks,
@@ -58,10 +57,10 @@ def make_and_use(rank: Rank, sizes: dict[str, int], scenario: Scenario, setups: 
         ),
         reports=tuple(
             run_on_group(
-                replace(scenario, group_ranks=group.ranks, setup=setup),
-                replace(group, shares_memory=setup.shares_memory),
+                replace(scenario, group_ranks=group.ranks),
+                replace(group, shares_memory=scenario.setup.shares_memory),
             )
-            for setup in setups
+            for scenario in scenarios
         ),
     )
 

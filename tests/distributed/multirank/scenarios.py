@@ -49,6 +49,7 @@ class Report:
     num_steps_with_history: int
     num_steps_with_transfers: int
     num_steps_at_owner: int
+    num_steps_in_place: int
     num_exchanges: int
     num_exchanged_bytes: int
 
@@ -192,6 +193,7 @@ def make_report(
         num_steps_with_history=counters.steps_with_history,
         num_steps_with_transfers=counters.steps_with_transfers,
         num_steps_at_owner=counters.steps_at_owner,
+        num_steps_in_place=counters.steps_in_place,
         num_exchanges=counters.exchanges,
         num_exchanged_bytes=counters.query_bytes + counters.output_bytes,
     )

@@ -1,4 +1,4 @@
-"""How the ranks of a scenario move their blocks, or attend at the owner: modes, transports, what is put round them."""
+"""How the ranks of a scenario move their blocks, or attend to the owner: modes, transports, what is put round them."""
 
 import random
 from collections.abc import Callable
@@ -34,8 +34,13 @@ class TransferSetup:
     wraps: tuple[Wrap, ...] = ()
     decode: DecodeSetup | None = None
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether decode rows may read the owner's memory in place."""
+        return self.decode is not None and self.decode.can_read_in_place
+
     def with_decode(self, decode: DecodeSetup) -> Self:
-        """The same with decode rows that may attend at the owner."""
+        """The same with decode rows that may attend at the owner, or in its memory."""
         return replace(self, decode=decode)
 
     def wrapped(self, *wraps: Wrap) -> Self:
@@ -107,6 +112,7 @@ AT_OWNER = DecodeSetup("owner")
 WHAT_IS_CHEAPER = DecodeSetup("auto")
 # As with drafts: a request that decodes has up to three tokens.
 SEVERAL_TOKENS = DecodeSetup("owner", most_tokens=3, num_rows=8)
+IN_PLACE = DecodeSetup("in_place", can_read_in_place=True)
 
 DECODE_SETUPS = {
     "peers_owner": PEERS.wrapped(strict).with_decode(AT_OWNER),
@@ -115,5 +121,7 @@ DECODE_SETUPS = {
     "gloo_owner": STAGED.wrapped(strict).with_decode(AT_OWNER),
     "gloo_auto": RUNS.wrapped(strict).with_decode(WHAT_IS_CHEAPER),
     "gloo_uneven": AUTO.wrapped(strict, uneven).with_decode(SEVERAL_TOKENS.wrapped(uneven_exchange)),
+    "peers_in_place": PEERS.wrapped(strict).with_decode(IN_PLACE),
+    "peers_in_place_uneven": PEERS_UNEVEN.with_decode(replace(IN_PLACE, most_tokens=3)),
 }
-"""Those in which decode rows may attend at the owner."""
+"""Those in which decode rows may attend at the owner, or in its memory."""

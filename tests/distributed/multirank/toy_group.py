@@ -14,6 +14,7 @@ from vllm_kvpp.transport.base import Transport
 from vllm_kvpp.transport.broadcast import HostBroadcast
 from vllm_kvpp.transport.collective_exchange import CollectiveExchange
 from vllm_kvpp.transport.exchange import ExchangeArea, QueryExchange
+from vllm_kvpp.transport.owner_reads import OwnerReads
 from vllm_kvpp.transport.peer_copies import PeerCopies
 from vllm_kvpp.transport.peer_exchange import PeerExchange
 from vllm_kvpp.transport.shared_memory import open_shared, share
@@ -47,6 +48,9 @@ class Group(Protocol):
     def make_exchange(self, areas: Sequence[ExchangeArea]) -> QueryExchange:
         """The exchange of decode queries through every rank's area, or this rank's and collectives. Collective."""
 
+    def make_reads(self) -> OwnerReads:
+        """The messages of ranks that read each other's shared memory in place. Collective."""
+
 
 class MakeSignals(Protocol):
     """`Signals` or a class that stands in for it."""
@@ -57,7 +61,7 @@ class MakeSignals(Protocol):
 
 @dataclass(frozen=True)
 class ToyGroup:
-    """One group as one of its ranks sees it; `make_signals` says what copies and exchanges between peers wait by."""
+    """One group as one of its ranks sees it; `make_signals` says what peers wait by for each other."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -99,6 +103,10 @@ class ToyGroup:
         if len(areas) > 1:
             return PeerExchange(self.rank, areas, self._connect())
         return CollectiveExchange(self.queries, areas[0])
+
+    def make_reads(self) -> OwnerReads:
+        """See `Group`."""
+        return OwnerReads(self._connect())
 
     def _connect(self) -> Signals:
         peers = tuple(peer for peer in range(len(self.ranks)) if peer != self.rank)
