@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from engine_process import EngineRun, run_engine
-from recall_runs import NUM_GENERATED, RECALL_ENGINE, REPORT, Marking, kvpp, rpc
+from recall_runs import NUM_GENERATED, RECALL_ENGINE, REPORT, Marking, kvpp, kvpp_every_way, rpc
 from tokenizers import Tokenizer
 
 from vllm_kvpp.demo.recall_task import CHECKPOINT_DIR, RecallQuestion, make_questions
@@ -50,7 +50,7 @@ def on_run(
     workload: dict[str, Any], prefill_only: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> EngineRun:
     """The same with KVPP on, with reports between, and with transfers stopped on purpose at the end."""
-    engine = {**RECALL_ENGINE, "tensor_parallel_size": 2, "additional_config": kvpp(True)}
+    engine = {**RECALL_ENGINE, "tensor_parallel_size": 2, "additional_config": kvpp_every_way(True)}
     every_layer_but_one = [index for index in range(8) if index != 6]
     actions = [
         *(workload, REPORT, prefill_only, REPORT, workload, REPORT, rpc("describe_worker")),
@@ -61,6 +61,8 @@ def on_run(
         *(rpc("set_decode", "auto"), workload, REPORT),
         *(rpc("set_decode", "owner"), rpc("sabotage_decode"), workload),
         *(rpc("sabotage_decode", 7), workload, rpc("restore_decode"), workload),
+        *(rpc("set_decode", "in_place"), REPORT, workload, REPORT),
+        *(rpc("sabotage_decode"), workload, rpc("sabotage_decode", 7), workload, rpc("restore_decode"), workload),
     ]
     return run_engine(engine, actions, tmp_path_factory.mktemp("on"))
 

@@ -26,6 +26,11 @@ def kvpp(is_on: bool, **options: Any) -> dict[str, Any]:
     return {"enable_kvpp": is_on, "kvpp": options} if options else {"enable_kvpp": is_on}
 
 
+def kvpp_every_way(is_on: bool, **options: Any) -> dict[str, Any]:
+    """The same for runs that change `kvpp.decode` between steps: with "owner" the ranks have what each way needs."""
+    return kvpp(is_on, decode="owner", **options) if is_on else kvpp(is_on)
+
+
 def rpc(method: str, *args: Any) -> dict[str, Any]:
     return {"kind": "rpc", "method": method, "args": list(args)}
 
@@ -38,7 +43,16 @@ ON_NOTHING_MOVED, ON_ONE_LAYER_NOT_MOVED, ON_RESTORED = 8, 10, 12
 # Behind these, decode at the owner: reports, the workload, reports, and the same by the mode's default; then sabotaged.
 ON_BEFORE_OWNER, ON_OWNER, ON_AFTER_OWNER = 14, 15, 16
 ON_AUTO, ON_AFTER_AUTO, ON_ALL_LAYERS_HERE, ON_LAST_LAYER_HERE, ON_OWNER_RESTORED = 18, 19, 22, 24, 26
+# And by reading in place.
+ON_BEFORE_IN_PLACE, ON_IN_PLACE, ON_AFTER_IN_PLACE = 28, 29, 30
+ON_ALL_LAYERS_READ_HERE, ON_LAST_LAYER_READ_HERE, ON_IN_PLACE_RESTORED = 32, 34, 36
 OFF_WORKLOAD, OFF_PREFILL_ONLY, OFF_AGAIN, OFF_WORKER = range(4)
+
+
+def counted(run: EngineRun, before: int, after: int, counter: str) -> list[float]:
+    """What each rank counted between two reports."""
+    reports = zip(run.actions[before], run.actions[after], strict=True)
+    return [new["counters"][counter] - old["counters"][counter] for old, new in reports]
 
 
 class Marking:

@@ -7,13 +7,14 @@ import pytest
 from engine_process import EngineRun, run_engine, write_plugin
 from feature_cases import CASES, DRAFTS_FORGOTTEN, METRICS, SHARED_INDEXERS, FeatureCase
 from hugging_face import largest_logprob_error
-from recall_runs import REPORT, kvpp, rpc
+from recall_runs import REPORT, kvpp, kvpp_every_way, rpc
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WORKLOAD, METRICS_AT, REPORT_AT = range(3)
-# Decode at the owner, between reports; then sabotaged; then the faults, some of which cannot be undone.
-BEFORE_OWNER, AT_OWNER, AFTER_OWNER, ATTENDED_HERE, FAULTS_AT = 5, 6, 7, 10, 13
+# Decode at the owner, between reports; then sabotaged; both again in place, then the faults, some of which stay.
+BEFORE_OWNER, AT_OWNER, AFTER_OWNER, ATTENDED_HERE = 5, 6, 7, 10
+BEFORE_IN_PLACE, IN_PLACE, AFTER_IN_PLACE, READ_HERE, FAULTS_AT = 14, 15, 16, 19, 22
 PROBES_AT = 2
 FORGET = {"kind": "forget prefixes"}
 # Block size x width x bytes.
@@ -40,10 +41,15 @@ class Pair:
         at_owner = [
             *(rpc("set_decode", "owner"), FORGET, REPORT, case.make_workload(), REPORT),
             *(rpc("sabotage_decode"), FORGET, case.make_workload()),
+            rpc("restore_decode"),
+        ]
+        in_place = [
+            *(rpc("set_decode", "in_place"), FORGET, REPORT, case.make_workload(), REPORT),
+            *(rpc("sabotage_decode"), FORGET, case.make_workload()),
             *(rpc("restore_decode"), rpc("set_decode", "transfer")),
         ]
-        on = {**engine, "additional_config": kvpp(True)}
-        self.on = self._run(factory, on, [*plain, REPORT, *at_owner, *faults])
+        on = {**engine, "additional_config": kvpp_every_way(True)}
+        self.on = self._run(factory, on, [*plain, REPORT, *at_owner, *in_place, *faults])
 
     def _run(self, factory: pytest.TempPathFactory, engine: dict[str, Any], actions: list[dict[str, Any]]) -> EngineRun:
         folder = factory.mktemp("run")
@@ -60,7 +66,14 @@ class Pair:
 
     def count_at_owner(self, counter: str) -> list[float]:
         """What each rank counted with decode at the owner."""
-        reports = zip(self.on.actions[BEFORE_OWNER], self.on.actions[AFTER_OWNER], strict=True)
+        return self._count(BEFORE_OWNER, AFTER_OWNER, counter)
+
+    def count_in_place(self, counter: str) -> list[float]:
+        """What each rank counted with decode in place."""
+        return self._count(BEFORE_IN_PLACE, AFTER_IN_PLACE, counter)
+
+    def _count(self, first: int, second: int, counter: str) -> list[float]:
+        reports = zip(self.on.actions[first], self.on.actions[second], strict=True)
         return [after["counters"][counter] - before["counters"][counter] for before, after in reports]
 
     def under_fault(self, index: int) -> Any:
@@ -109,6 +122,13 @@ def test_with_decode_at_the_owner_answers_equal_those_without_kvpp_bit_for_bit(g
     assert pair.on.actions[AT_OWNER]["answers"] == pair.off.actions[WORKLOAD]["answers"]
 
 
+@NAMES
+def test_with_decode_in_place_answers_equal_those_without_kvpp_bit_for_bit(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert pair.on.actions[IN_PLACE]["schedule"] == pair.off.actions[WORKLOAD]["schedule"]
+    assert pair.on.actions[IN_PLACE]["answers"] == pair.off.actions[WORKLOAD]["answers"]
+
+
 # With drafts a request has several tokens to verify, which this platform's backend computes as it does a prompt.
 DECODING = pytest.mark.parametrize("name", [case.name for case in CASES if not case.has_drafts])
 
@@ -125,6 +145,26 @@ def test_decode_at_the_owner_moves_less_history(get_pair: Any, name: str) -> Non
 def test_answers_differ_when_decode_attends_to_what_each_rank_holds(get_pair: Any, name: str) -> None:
     pair = get_pair(name)
     assert pair.on.actions[ATTENDED_HERE]["answers"] != pair.off.actions[WORKLOAD]["answers"]
+
+
+# What an indexer has chosen only the owner knows.
+READING = pytest.mark.parametrize(
+    "name", [case.name for case in CASES if not case.has_drafts and "sparse" not in case.reference]
+)
+
+
+@READING
+def test_decode_in_place_moves_no_more_history_than_at_the_owner(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert pair.count_in_place("steps_in_place") == pair.count_at_owner("steps_at_owner")
+    assert pair.count_in_place("transferred_blocks") == pair.count_at_owner("transferred_blocks")
+    assert max(pair.count_in_place("exchanges")) == 0
+
+
+@READING
+def test_answers_differ_when_every_rank_reads_what_it_holds_itself(get_pair: Any, name: str) -> None:
+    pair = get_pair(name)
+    assert pair.on.actions[READ_HERE]["answers"] != pair.off.actions[WORKLOAD]["answers"]
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.equals_hugging_face])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from checkpoints import write_config
 from engine_process import EngineRun, run_engine, write_plugin
-from recall_runs import RECALL_ENGINE, REPORT, kvpp, rpc
+from recall_runs import RECALL_ENGINE, REPORT, kvpp, kvpp_every_way, rpc
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -16,16 +16,17 @@ def tp_4_runs(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
     """The recall model on 4 ranks, keyed by KVPP on.
 
     Actions: workload, then fingerprints (off), or reports and the workload with transfers stopped, with decode at the
-    owner, and with every rank attending to what it holds (on).
+    owner, and with every rank attending to what it holds, and both again in place (on).
     """
 
     def run(is_on: bool, folder: Path) -> EngineRun:
         write_plugin(folder, "rank_equal_sums")
-        engine = {**RECALL_ENGINE, "tensor_parallel_size": 4, "additional_config": kvpp(is_on)}
+        engine = {**RECALL_ENGINE, "tensor_parallel_size": 4, "additional_config": kvpp_every_way(is_on)}
         on = [
             *(REPORT, rpc("sabotage_transfers", []), workload),
             *(rpc("restore_transfers"), rpc("set_decode", "owner"), workload, REPORT),
-            *(rpc("sabotage_decode"), workload),
+            *(rpc("sabotage_decode"), workload, rpc("restore_decode")),
+            *(rpc("set_decode", "in_place"), workload, REPORT, rpc("sabotage_decode"), workload),
         ]
         rest = on if is_on else [rpc("digest_caches")]
         return run_engine(engine, [workload, *rest], folder, timeout_seconds=400)
@@ -60,8 +61,21 @@ def test_tp_4_answers_with_decode_at_the_owner_equal_those_without_kvpp_bit_for_
 
 
 @pytest.mark.proves("TP 4")
-def test_tp_4_answers_differ_when_every_rank_attends_to_what_it_holds(tp_4_runs: dict[bool, EngineRun]) -> None:
-    assert tp_4_runs[True].answers(9) != tp_4_runs[False].answers(0)
+@pytest.mark.parametrize("index", [9, 15], ids=["owner", "in_place"])
+def test_tp_4_answers_differ_when_every_rank_attends_to_what_it_holds(
+    tp_4_runs: dict[bool, EngineRun], index: int
+) -> None:
+    assert tp_4_runs[True].answers(index) != tp_4_runs[False].answers(0)
+
+
+@pytest.mark.proves("TP 4")
+def test_tp_4_answers_with_decode_in_place_equal_those_without_kvpp_bit_for_bit(
+    tp_4_runs: dict[bool, EngineRun],
+) -> None:
+    assert tp_4_runs[True].answers(12) == tp_4_runs[False].answers(0)
+    for before, after in zip(tp_4_runs[True].actions[7], tp_4_runs[True].actions[13], strict=True):
+        assert after["counters"]["steps_in_place"] > before["counters"]["steps_in_place"] == 0
+        assert after["counters"]["transfers"] == before["counters"]["transfers"]
 
 
 def test_four_ranks_own_two_layers_each_and_hold_twice_the_tokens(tp_4_runs: dict[bool, EngineRun]) -> None:
@@ -97,8 +111,8 @@ def test_61_layers_on_8_ranks_hold_6_times_the_tokens_in_vllms_own_log(deep_runs
     off, on = deep_runs[False], deep_runs[True]
     assert f"KV cache size: {off.num_tokens:,} tokens" in off.log
     assert f"KV cache size: {on.num_tokens:,} tokens" in on.log
-    # The formula's factor is 61 / (8 + 2); the blocks are whole ones on both sides, and decode queries take a 128th.
-    assert on.num_gpu_blocks == pytest.approx(off.num_gpu_blocks * 6.1 * 127 / 128, abs=6.1)
+    # The formula's factor is 61 / (8 + 2); the blocks are whole ones on both sides, and a page ends the allocation.
+    assert on.num_gpu_blocks == pytest.approx(off.num_gpu_blocks * 6.1, abs=6.1)
 
 
 def test_the_last_ranks_own_one_layer_less(deep_runs: dict[bool, EngineRun]) -> None:

@@ -8,10 +8,8 @@ from engine_process import EngineRun, run_engine, write_plugin
 from recall_runs import (
     NUM_GENERATED,
     OFF_WORKLOAD,
-    ON_AFTER_AUTO,
     ON_AFTER_OWNER,
     ON_ALL_LAYERS_HERE,
-    ON_AUTO,
     ON_BEFORE_OWNER,
     ON_LAST_LAYER_HERE,
     ON_OWNER,
@@ -19,6 +17,7 @@ from recall_runs import (
     RECALL_ENGINE,
     REPORT,
     Marking,
+    counted,
     kvpp,
 )
 
@@ -30,14 +29,8 @@ HEAD_BYTES = 2 * 4
 QUERY_WIDTH, OUTPUT_WIDTH = 576, 512
 
 
-def counted(run: EngineRun, before: int, after: int, counter: str) -> list[float]:
-    """What each rank counted between two reports."""
-    reports = zip(run.actions[before], run.actions[after], strict=True)
-    return [new["counters"][counter] - old["counters"][counter] for old, new in reports]
-
-
-@pytest.mark.proves("`kvpp.decode` owner, auto, transfer")
-@pytest.mark.parametrize("index", [ON_OWNER, ON_AUTO, ON_OWNER_RESTORED], ids=["owner", "auto", "restored"])
+@pytest.mark.proves("`kvpp.decode` owner, transfer")
+@pytest.mark.parametrize("index", [ON_OWNER, ON_OWNER_RESTORED], ids=["owner", "restored"])
 def test_answers_equal_those_without_kvpp_bit_for_bit(off_run: EngineRun, on_run: EngineRun, index: int) -> None:
     assert on_run.answers(index) == off_run.answers(OFF_WORKLOAD)
 
@@ -54,15 +47,12 @@ def test_logprobs_differ_when_one_layer_does_not_attend_at_its_owner(off_run: En
     assert on_run.answers(ON_LAST_LAYER_HERE) != off_run.answers(OFF_WORKLOAD)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(ON_BEFORE_OWNER, ON_AFTER_OWNER), (ON_AFTER_OWNER, ON_AFTER_AUTO)], ids=["owner", "auto"]
-)
-def test_no_history_is_moved_in_decode(on_run: EngineRun, before: int, after: int) -> None:
+def test_no_history_is_moved_in_decode(on_run: EngineRun) -> None:
     # Prompts are computed in one go here, so only decode has history.
-    for counter in ("transfers", "transferred_bytes", "steps_with_transfers"):
-        assert counted(on_run, before, after, counter) == [0, 0]
-    at_owner = counted(on_run, before, after, "steps_at_owner")
-    assert at_owner == counted(on_run, before, after, "steps_with_history")
+    for counter in ("transfers", "transferred_bytes", "steps_with_transfers", "steps_in_place"):
+        assert counted(on_run, ON_BEFORE_OWNER, ON_AFTER_OWNER, counter) == [0, 0]
+    at_owner = counted(on_run, ON_BEFORE_OWNER, ON_AFTER_OWNER, "steps_at_owner")
+    assert at_owner == counted(on_run, ON_BEFORE_OWNER, ON_AFTER_OWNER, "steps_with_history")
     assert min(at_owner) >= NUM_GENERATED - 1
 
 
@@ -75,11 +65,9 @@ def test_queries_and_outputs_take_the_bytes_of_the_formula(on_run: EngineRun, wo
 
 
 def test_the_log_and_the_report_say_where_decode_attends(on_run: EngineRun) -> None:
-    assert (
-        "decode           at the owner, or moves history, what costs less; queries and outputs through " in on_run.log
-    )
+    assert "decode           at the owner; queries and outputs through " in on_run.log
     for report in on_run.actions[ON_AFTER_OWNER]:
-        assert report["decode"] == "auto"
+        assert report["decode"] == "owner"
         assert report["exchange_bytes"] > 0
 
 

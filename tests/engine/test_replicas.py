@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import write_moe_checkpoint
 from engine_process import EngineRun, bind_workers, run_engine, write_plugin
-from recall_runs import RECALL_ENGINE, REPORT, kvpp, rpc
+from recall_runs import RECALL_ENGINE, REPORT, kvpp_every_way, rpc
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -43,7 +43,7 @@ def _run_replicas(is_on: bool, model: Path, factory: pytest.TempPathFactory) -> 
         "model": str(model),
         "tensor_parallel_size": 2,
         "enable_expert_parallel": True,
-        "additional_config": kvpp(is_on),
+        "additional_config": kvpp_every_way(is_on),
     }
 
     def run(rank: int) -> EngineRun:
@@ -55,9 +55,10 @@ def _run_replicas(is_on: bool, model: Path, factory: pytest.TempPathFactory) -> 
         faulty = [rpc("sabotage_transfers", []), rounds[0]] if is_on else []
         forget = {"kind": "forget prefixes"}
         at_owner = [rpc("restore_transfers"), rpc("set_decode", "owner"), forget, *rounds, *report] if is_on else []
+        in_place = [rpc("set_decode", "in_place"), forget, *rounds, *report] if is_on else []
         return run_engine(
             engine,
-            [*rounds, *report, *faulty, *at_owner],
+            [*rounds, *report, *faulty, *at_owner, *in_place],
             folder,
             reference=["chunked_prefill", "expert_parallel", "data_parallel"],
             environment={
@@ -106,6 +107,17 @@ def test_answers_with_decode_at_the_owner_equal_those_without_kvpp_bit_for_bit(
     assert runs[True][rank].answers(8 + turn) == runs[False][rank].answers(turn)
     for before, after in zip(runs[True][rank].actions[2], runs[True][rank].actions[10], strict=True):
         assert after["counters"]["steps_at_owner"] > before["counters"]["steps_at_owner"] == 0
+
+
+@pytest.mark.proves("data parallelism", "expert parallelism")
+@pytest.mark.parametrize("rank", [BUSY, IDLE])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_answers_with_decode_in_place_equal_those_without_kvpp_bit_for_bit(
+    runs: dict[bool, dict[int, EngineRun]], rank: int, turn: int
+) -> None:
+    assert runs[True][rank].answers(13 + turn) == runs[False][rank].answers(turn)
+    for before, after in zip(runs[True][rank].actions[10], runs[True][rank].actions[15], strict=True):
+        assert after["counters"]["steps_in_place"] > before["counters"]["steps_in_place"] == 0
 
 
 def test_answers_differ_when_nothing_is_moved(runs: dict[bool, dict[int, EngineRun]]) -> None:

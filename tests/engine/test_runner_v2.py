@@ -11,7 +11,7 @@ import pytest
 from checkpoints import write_mtp_checkpoint
 from engine_process import EngineRun, run_engine
 from hugging_face import largest_logprob_error
-from recall_runs import RECALL_ENGINE, REPORT, Marking, kvpp, rpc
+from recall_runs import RECALL_ENGINE, REPORT, Marking, kvpp_every_way, rpc
 
 from vllm_kvpp.demo.recall_task import CHECKPOINT_DIR
 
@@ -24,12 +24,13 @@ PAGE_BYTES = BLOCK_SIZE * 576 * 4  # block size x latent width x float32
 CHUNK = 32
 WARM_UP, FIRST, AGAIN, REPORTED, SABOTAGED = 0, 1, 2, 3, 5
 AT_OWNER, REPORTED_AT_OWNER, ATTENDED_HERE = 8, 9, 11
+IN_PLACE, REPORTED_IN_PLACE, READ_HERE = 14, 15, 17
 
 
 def _run(
     engine: dict[str, Any], folder: Path, is_on: bool, actions: list[dict[str, Any]], parts: list[str]
 ) -> EngineRun:
-    engine = {**engine, "tensor_parallel_size": 2, "additional_config": kvpp(is_on)}
+    engine = {**engine, "tensor_parallel_size": 2, "additional_config": kvpp_every_way(is_on)}
     return run_engine(engine, actions, folder, reference=["runner_v2", *parts])
 
 
@@ -45,7 +46,8 @@ def runs(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     sabotage = [
         *(REPORT, rpc("sabotage_transfers", []), workload),
         *(rpc("restore_transfers"), rpc("set_decode", "owner"), workload, REPORT),
-        *(rpc("sabotage_decode"), workload),
+        *(rpc("sabotage_decode"), workload, rpc("restore_decode")),
+        *(rpc("set_decode", "in_place"), workload, REPORT, rpc("sabotage_decode"), workload),
     ]
     return {
         is_on: _run(engine, tmp_path_factory.mktemp("v2"), is_on, actions + sabotage * is_on, ["chunked_prefill"])
@@ -87,8 +89,16 @@ def test_with_decode_at_the_owner_answers_equal_those_without_kvpp_bit_for_bit(r
         assert after["counters"]["steps_at_owner"] > before["counters"]["steps_at_owner"]
 
 
-def test_answers_differ_when_every_rank_attends_to_what_it_holds(runs: dict[bool, EngineRun]) -> None:
-    assert runs[True].answers(ATTENDED_HERE) != runs[False].answers(AGAIN)
+@pytest.mark.proves("model runner V2")
+def test_with_decode_in_place_answers_equal_those_without_kvpp_bit_for_bit(runs: dict[bool, EngineRun]) -> None:
+    assert runs[True].answers(IN_PLACE) == runs[False].answers(AGAIN)
+    for before, after in zip(runs[True].actions[REPORTED_AT_OWNER], runs[True].actions[REPORTED_IN_PLACE], strict=True):
+        assert after["counters"]["steps_in_place"] > before["counters"]["steps_in_place"]
+
+
+@pytest.mark.parametrize("index", [ATTENDED_HERE, READ_HERE], ids=["owner", "in_place"])
+def test_answers_differ_when_every_rank_attends_to_what_it_holds(runs: dict[bool, EngineRun], index: int) -> None:
+    assert runs[True].answers(index) != runs[False].answers(AGAIN)
 
 
 def test_prompts_are_prefilled_in_chunks_and_then_found_in_the_cache(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_process import EngineRun, run_engine
 from hugging_face import largest_logprob_error
-from recall_runs import RECALL_ENGINE, REPORT, kvpp, rpc
+from recall_runs import RECALL_ENGINE, REPORT, kvpp_every_way, rpc
 
 from vllm_kvpp.demo.recall_task import CHECKPOINT_DIR
 
@@ -104,7 +104,7 @@ SCENARIOS = [
 
 
 class Pair:
-    """The runs of one pool, off and on; then, on only, with transfers stopped, and with decode at the owner."""
+    """The runs of one pool, off and on; on goes on with transfers stopped, with decode at the owner, and in place."""
 
     def __init__(self, pool: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         self._scenarios = POOLS[pool]
@@ -112,9 +112,10 @@ class Pair:
         self._index = {action["name"]: index for index, action in enumerate(actions) if action["kind"] == "serve"}
         self._num_actions = len(actions)
         # With a report behind each scenario.
-        at_owner = [action for scenario in self._scenarios for action in (*scenario.actions(), REPORT)]
-        self._at_owner = {action["name"]: index for index, action in enumerate(at_owner) if action["kind"] == "serve"}
-        self._first_at_owner = 2 * self._num_actions + 4
+        decoded = [action for scenario in self._scenarios for action in (*scenario.actions(), REPORT)]
+        self._decoded = {action["name"]: index for index, action in enumerate(decoded) if action["kind"] == "serve"}
+        first = 2 * self._num_actions + 4
+        self._first_by_mode = {"owner": first, "in_place": first + len(decoded) + 1}
         engine = {
             **RECALL_ENGINE,
             "tensor_parallel_size": 2,
@@ -126,10 +127,11 @@ class Pair:
         }
         self.off, self.on = (
             run_engine(
-                {**engine, "additional_config": kvpp(is_on)},
+                {**engine, "additional_config": kvpp_every_way(is_on)},
                 [
                     *(*actions, REPORT, rpc("sabotage_transfers", []), *actions),
-                    *(rpc("restore_transfers"), rpc("set_decode", "owner"), *at_owner),
+                    *(rpc("restore_transfers"), rpc("set_decode", "owner"), *decoded),
+                    *(rpc("set_decode", "in_place"), *decoded),
                 ]
                 if is_on
                 else actions,
@@ -149,12 +151,13 @@ class Pair:
     def answers_off(self, scenario: Scenario) -> tuple[Any, ...]:
         return self.off.answers(self._index[scenario.name])
 
-    def served_at_owner(self, scenario: Scenario) -> Any:
-        return self.on.actions[self._first_at_owner + self._at_owner[scenario.name]]
+    def decoded(self, mode: str, scenario: Scenario) -> Any:
+        """What was served with this `kvpp.decode`."""
+        return self.on.actions[self._first_by_mode[mode] + self._decoded[scenario.name]]
 
-    def counted_at_owner(self, scenario: Scenario, counter: str) -> list[float]:
+    def counted(self, mode: str, scenario: Scenario, counter: str) -> list[float]:
         """What each rank counted by the end of the scenario, since the last scenario's end."""
-        index = self._first_at_owner + self._at_owner[scenario.name]
+        index = self._first_by_mode[mode] + self._decoded[scenario.name]
         # Behind this scenario, and behind the one before, which the forgetting of prefixes follows.
         reports = zip(self.on.actions[index - 1 - scenario.forget], self.on.actions[index + 1], strict=True)
         return [after["counters"][counter] - before["counters"][counter] for before, after in reports]
@@ -190,25 +193,31 @@ def test_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
     assert on["answers"] == off["answers"]
 
 
+DECODE_MODES = pytest.mark.parametrize("mode", ["owner", "in_place"])
+
+
+@DECODE_MODES
 @pytest.mark.parametrize(("pool", "scenario"), SCENARIOS)
-def test_with_decode_at_the_owner_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
-    pairs: Pairs, pool: str, scenario: Scenario
+def test_where_decode_attends_to_the_owners_memory_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
+    pairs: Pairs, pool: str, scenario: Scenario, mode: str
 ) -> None:
     pair = pairs[pool]
-    off, on = pair.served(pair.off, scenario), pair.served_at_owner(scenario)
+    off, on = pair.served(pair.off, scenario), pair.decoded(mode, scenario)
     assert on["schedule"] == off["schedule"]
     assert on["answers"] == off["answers"]
 
 
-def test_in_mixed_steps_decodes_go_to_the_owner_and_only_the_prompts_history_is_moved(pairs: Pairs) -> None:
+@DECODE_MODES
+def test_in_mixed_steps_only_the_prompts_history_is_moved(pairs: Pairs, mode: str) -> None:
     pool, scenario = _scenario("prefills join decodes")
     pair = pairs[pool]
-    schedule = pair.served_at_owner(scenario)["schedule"]
+    schedule = pair.decoded(mode, scenario)["schedule"]
     num_mixed, num_blocks = _count_prompt_blocks(schedule)
     assert num_mixed > 0
-    assert pair.counted_at_owner(scenario, "transferred_blocks") == [num_blocks * NUM_LAYERS] * 2
+    assert pair.counted(mode, scenario, "transferred_blocks") == [num_blocks * NUM_LAYERS] * 2
     with_decodes = sum(1 in step.values() for step in schedule)
-    assert pair.counted_at_owner(scenario, "steps_at_owner") == [with_decodes] * 2
+    counter = {"owner": "steps_at_owner", "in_place": "steps_in_place"}[mode]
+    assert pair.counted(mode, scenario, counter) == [with_decodes] * 2
 
 
 def _count_prompt_blocks(schedule: list[dict[str, int]]) -> tuple[int, int]:

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 from vllm_kvpp.selection import TransferSeconds
+from vllm_kvpp.vllm_seam.owner_view import OwnerView
+
+_VIEW_AT_OWNER = OwnerView.__call__
 
 
 class _NothingMoved:
@@ -96,26 +99,41 @@ class ProbeExtension:
         """Let each rank attend its own heads to whatever it holds, in every layer but the first `num_right_layers`."""
         decode = self._kvpp.transfers.decode  # type: ignore[attr-defined]
         attend, choose = type(decode).attend, type(decode).choose
-        right = {place.name for place in decode._places[:num_right_layers]}
+        right = {place.name for place in decode._walk._places[:num_right_layers]}
 
         def attend_here(name: str, query: Any, attend_all: Any) -> Any:
             if name in right:
                 return attend(decode, name, query, attend_all)
-            decode._next_place(name)
+            decode._walk.pass_next(name)
             return attend_all(torch.cat(tuple(query), dim=-1))
 
         def choose_here(name: str, choices: Any, score: Any) -> Any:
             if name in right:
                 return choose(decode, name, choices, score)
-            decode._next_place(name)
+            decode._walk.pass_next(name)
             return score()
 
         decode.attend, decode.choose = attend_here, choose_here
+        self._sabotage_reads(decode, right)
+
+    def _sabotage_reads(self, decode: Any, right: set[str]) -> None:
+        reached = []
+
+        def before_read(name: str, num_rows: int) -> None:
+            type(decode).before_read(decode, name, num_rows)
+            reached.append(name)
+
+        def view(owner_view: OwnerView, cache: torch.Tensor) -> torch.Tensor:
+            return _VIEW_AT_OWNER(owner_view, cache) if reached[-1] in right else cache
+
+        decode.before_read = before_read
+        OwnerView.__call__ = view  # type: ignore[method-assign]
 
     def restore_decode(self) -> None:
-        """Let every layer attend at its owner again."""
+        """Let every layer attend to its owner's memory again."""
         decode = self._kvpp.transfers.decode  # type: ignore[attr-defined]
-        del decode.attend, decode.choose
+        del decode.attend, decode.choose, decode.before_read
+        OwnerView.__call__ = _VIEW_AT_OWNER  # type: ignore[method-assign]
 
     def start_trace(self) -> None:
         """Begin to note what runs when, on every thread."""
