@@ -74,7 +74,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter an option
     max_num_batched_tokens: Annotated[int, typer.Option(min=2, max=10**6, help="Tokens of a prefill chunk.")] = 8192,
     link: Annotated[str | None, typer.Option(help="Link of the group, like nvlink-h100 or pcie5, or GB/s.")] = None,
     transfer: Annotated[Literal["auto", "active", "full"], typer.Option(help="As kvpp.transfer.")] = "auto",
-    decode: Annotated[Literal["auto", "owner", "transfer"], typer.Option(help="As kvpp.decode.")] = "auto",
+    decode: Annotated[Literal["auto", "in_place", "owner", "transfer"], typer.Option(help="As kvpp.decode.")] = "auto",
     transport: Annotated[
         Literal["broadcast", "shared-memory"], typer.Option(help="shared-memory for CPUs of one host.")
     ] = "broadcast",

@@ -7,7 +7,7 @@ from typing import TypeVar
 from vllm_kvpp.planner.cache_specs import StageCaches
 from vllm_kvpp.planner.capacity import Capacity, StageCapacity, plan_capacity
 from vllm_kvpp.planner.errors import PlannerError
-from vllm_kvpp.planner.planning import Plan, PlanOptions, plan_model, plan_steps
+from vllm_kvpp.planner.planning import Plan, plan_model, plan_steps
 from vllm_kvpp.planner.traffic import StepTraffic
 
 # Charts go on to twice what was asked, and at least to here; with more ranks they leave some sizes out.
@@ -92,7 +92,7 @@ def _chart_time(plan: Plan) -> Chart:
     is_exposed = plan.device is not None
     lines = [
         _draw_line(name, asked, [(context, _milliseconds(found[index])) for context, found in steps])
-        for index, name in enumerate(_name_steps(plan.options))
+        for index, name in _name_moving_steps(plan)
     ]
     has_times = plan.link is not None
     return Chart(
@@ -116,12 +116,16 @@ def _describe_time(plan: Plan, *, has_lines: bool) -> str:
     if not has_lines:
         return "no request fits"
     name = f"{plan.link.gb_s:g} GB/s" if plan.link.is_measured else f"{plan.link.name}, {plan.link.gb_s:g} GB/s"
-    return f"estimate, over {name}" if plan.device is not None else f"over {name}; give --gpu for what compute hides"
+    known = f"estimate, over {name}" if plan.device is not None else f"over {name}; give --gpu for what compute hides"
+    return f"{known}; decode reads in place" if plan.decodes_in_place else known
 
 
-def _name_steps(options: PlanOptions) -> tuple[str, str]:
+def _name_moving_steps(plan: Plan) -> tuple[tuple[int, str], ...]:
+    """The steps that move history, as positions and names."""
+    options = plan.options
     requests = "1 request" if options.num_requests == 1 else f"up to {options.num_requests:,} requests"
-    return f"decode, {requests}", f"prefill chunk, {options.num_batched_tokens:,} tokens"
+    prefill = (1, f"prefill chunk, {options.num_batched_tokens:,} tokens")
+    return (prefill,) if plan.decodes_in_place else ((0, f"decode, {requests}"), prefill)
 
 
 def _milliseconds(traffic: StepTraffic) -> float:

@@ -28,6 +28,11 @@ class Step:
         """New tokens of all requests."""
         return self.num_requests * self.tokens_each
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request computes one token."""
+        return self.tokens_each == 1
+
 
 @dataclass(frozen=True)
 class ComputeEstimate:
@@ -100,7 +105,7 @@ class ComputeEstimate:
 
     def _width_attended(self, step: Step) -> int:
         model = self.model
-        if step.tokens_each == 1:
+        if step.is_decode:
             return 2 * model.latent_width + model.rotary_width
         return model.fields.number("qk_nope_head_dim") + model.rotary_width + model.fields.number("v_head_dim")
 

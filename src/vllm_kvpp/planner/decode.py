@@ -1,9 +1,12 @@
-"""Decode at the owner, estimated: the queries and outputs that travel, and the attention that other ranks wait for."""
+"""How decode reaches its history other than by transfers: at the owner, estimated, or by reading there in place.
+
+At the owner, queries and outputs travel, and other ranks wait for its attention; in place, nothing travels.
+"""
 
 from dataclasses import dataclass
 
 from vllm_kvpp.planner.cache_specs import DTYPES
-from vllm_kvpp.planner.capacity import Capacity
+from vllm_kvpp.planner.capacity import Capacity, Transport
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
 from vllm_kvpp.planner.devices import Link, seconds_on_link
 from vllm_kvpp.planner.model import MLAModel
@@ -36,6 +39,26 @@ def describe_queries(model: MLAModel, parallelism: Parallelism, dtype: str) -> Q
         element_bytes=DTYPES[dtype],
         num_choices=model.indexer.num_chosen_tokens if model.indexer is not None else 0,
     )
+
+
+def find_in_place_obstacle(model: MLAModel, parallelism: Parallelism, transport: Transport) -> str | None:
+    """Say why ranks cannot read an owner's memory in place and what to use, or None if they can.
+
+    As in the runtime: ranks share memory on CPUs of one host, where vLLM's backend for dense attention can.
+    """
+    if transport != "shared-memory":
+        return (
+            f"--transport is {transport}, so ranks cannot read each other's memory; use --transport shared-memory on "
+            "CPUs of one host, or --decode auto, owner or transfer"
+        )
+    if model.indexer is not None:
+        return (
+            f"{model.name} has sparse attention, whose history cannot be read in place; use --decode auto, owner or "
+            "transfer"
+        )
+    if parallelism.pcp_size > 1:
+        return f"--pcp is {parallelism.pcp_size}, so ranks have different tokens; use --pcp 1, or --decode auto"
+    return None
 
 
 def plan_owner_decode(

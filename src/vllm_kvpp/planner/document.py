@@ -40,6 +40,7 @@ def make_document(plan: Plan) -> dict[str, Any]:
         "saved_bytes": capacity.saved_bytes,
         "device": asdict(plan.device) if plan.device is not None else None,
         "link": asdict(plan.link) if plan.link is not None else None,
+        "decode_in_place": plan.decodes_in_place,
         "decode_at_owner": asdict(plan.owner_decode) if plan.owner_decode is not None else None,
         "steps": [_describe_step(traffic) for traffic in plan.steps],
         "verdicts": list(describe_verdicts(plan)),

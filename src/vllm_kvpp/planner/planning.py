@@ -14,7 +14,7 @@ from vllm_kvpp.planner.cache_specs import (
 from vllm_kvpp.planner.capacity import Capacity, Transport, plan_capacity
 from vllm_kvpp.planner.compute import ComputeEstimate, Step
 from vllm_kvpp.planner.config_file import read_config
-from vllm_kvpp.planner.decode import OwnerDecode, describe_queries, plan_owner_decode
+from vllm_kvpp.planner.decode import OwnerDecode, describe_queries, find_in_place_obstacle, plan_owner_decode
 from vllm_kvpp.planner.devices import Device, Link, find_device, find_link
 from vllm_kvpp.planner.errors import PlannerError
 from vllm_kvpp.planner.memory import StageMemory, estimate_memory, parse_memory
@@ -22,7 +22,7 @@ from vllm_kvpp.planner.model import MLAModel, read_model
 from vllm_kvpp.planner.parallel import Parallelism, split_model
 from vllm_kvpp.planner.traffic import StepTraffic, plan_traffic
 from vllm_kvpp.planner.weights import read_weights
-from vllm_kvpp.selection import DecodeMode, TransferMode
+from vllm_kvpp.selection import DecodeMode, QueryShape, TransferMode
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class PlanOptions:
     decode: DecodeMode = "auto"
     transport: Transport = "broadcast"
 
-    @property
-    def keeps_exchange(self) -> bool:
-        """Whether ranks keep memory for decode queries: if asked, and on CPUs, whose backends attend all heads."""
-        return self.decode == "owner" or (self.decode == "auto" and self.transport == "shared-memory")
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -69,7 +64,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is printed."""
+    """Everything that is printed; `decodes_in_place` says that decode moves nothing, whatever `steps` would move."""
 
     options: PlanOptions
     model: MLAModel
@@ -82,6 +77,7 @@ class Plan:
     capacity: Capacity
     dcp_refusal: str | None
     steps: tuple[StepTraffic, ...]
+    decodes_in_place: bool
     owner_decode: OwnerDecode | None
     notes: tuple[str, ...]
 
@@ -141,10 +137,12 @@ def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
         pp_size=options.pp_size,
         partition=options.pp_partition,
     )
+    decodes_in_place = _decide_in_place(options, model, parallelism)
     kv_cache_dtype, notes = resolve_cache_dtype(options.kv_cache_dtype, model, device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     latent = choose_latent_form(model, kv_cache_dtype, dtype)
-    memories, capacity = _plan_memory(options, model, parallelism, device, dtype, latent)
+    queries = describe_queries(model, parallelism, dtype) if _keeps_exchange(options, decodes_in_place) else None
+    memories, capacity = _plan_memory(options, model, parallelism, device, latent, queries)
     plan = Plan(
         options=options,
         model=model,
@@ -157,6 +155,7 @@ def plan_model(model: MLAModel, options: PlanOptions) -> Plan:
         capacity=capacity,
         dcp_refusal=_refuse_dcp(model, kv_cache_dtype),
         steps=(),
+        decodes_in_place=decodes_in_place,
         owner_decode=None,
         notes=(*model.notes, *notes),
     )
@@ -172,12 +171,27 @@ def plan_steps(plan: Plan) -> tuple[StepTraffic, ...]:
     )
 
 
+def _decide_in_place(options: PlanOptions, model: MLAModel, parallelism: Parallelism) -> bool:
+    """Whether decode reads the owners' memory in place: wherever it can, unless another way is asked for."""
+    obstacle = find_in_place_obstacle(model, parallelism, options.transport)
+    if obstacle is not None and options.decode == "in_place":
+        raise PlannerError(f"--decode is in_place, but {obstacle}.")
+    return obstacle is None and options.decode in ("auto", "in_place")
+
+
+def _keeps_exchange(options: PlanOptions, decodes_in_place: bool) -> bool:
+    """Whether ranks keep memory for decode queries: if asked, and on CPUs if decode cannot read in place."""
+    if options.decode == "auto":
+        return options.transport == "shared-memory" and not decodes_in_place
+    return options.decode == "owner"
+
+
 def _plan_owner_decode(plan: Plan) -> OwnerDecode | None:
     queries = describe_queries(plan.model, plan.parallelism, plan.dtype)
     if queries is None or plan.options.decode == "transfer":
         return None
     compute = _estimate_compute(plan)
-    decode_steps = [step for step in _list_steps(plan) if step.tokens_each == 1]
+    decode_steps = [step for step in _list_steps(plan) if step.is_decode]
     if not decode_steps:
         return None
     return plan_owner_decode(plan.capacity, plan.model, queries, decode_steps[0], link=plan.link, compute=compute)
@@ -188,8 +202,8 @@ def _plan_memory(
     model: MLAModel,
     parallelism: Parallelism,
     device: Device | None,
-    dtype: str,
     latent: CacheForm,
+    queries: QueryShape | None,
 ) -> tuple[tuple[StageMemory, ...], Capacity]:
     stages = list_stage_caches(
         model,
@@ -206,7 +220,7 @@ def _plan_memory(
         group_size=parallelism.group_size,
         transfer=options.transfer,
         transport=options.transport,
-        queries=describe_queries(model, parallelism, dtype) if options.keeps_exchange else None,
+        queries=queries,
     )
     return memories, capacity
 

@@ -112,7 +112,7 @@ def _make_traffic_table(plan: Plan) -> Table:
         step = traffic.step
         requests, tokens = _count(step.num_requests, "request"), _count(step.num_tokens, "new token")
         table.add_column(f"{step.name}, {requests},\n{tokens}", justify="right")
-    for row in (*_list_traffic_rows(plan.steps), *_list_owner_rows(plan)):
+    for row in (*_list_traffic_rows(plan.steps), *_list_in_place_rows(plan), *_list_owner_rows(plan)):
         table.add_row(*row)
     return table
 
@@ -127,6 +127,13 @@ def _list_traffic_rows(steps: Sequence[StepTraffic]) -> tuple[tuple[str, ...], .
         ("compute, estimated", *(_ms(traffic.exposure.compute if traffic.exposure else None) for traffic in steps)),
         ("exposed", *(_ms(traffic.exposure.exposed if traffic.exposure else None) for traffic in steps)),
     )
+
+
+def _list_in_place_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    if not plan.decodes_in_place:
+        return ()
+    rest = (NOTHING,) * (len(plan.steps) - 1)
+    return (("read in place: moved", "0 bytes", *rest), ("  exposed", "0 ms", *rest))
 
 
 def _list_owner_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -157,6 +164,12 @@ def _list_assumptions(plan: Plan) -> tuple[str, ...]:
         lines.append(
             f"Compute: {BANDWIDTH_REACHED:.0%} of the memory rate and {OPERATIONS_REACHED:.0%} of the operations of "
             "the data sheet, without launches and collectives: real layers take longer and hide more."
+        )
+    if plan.decodes_in_place and plan.steps:
+        lines.append(
+            "Decode reads in place, and the figures above that row are what transfers would take instead; its one "
+            "message a layer is left out. It needs the attention backend CPU_MLA: `vllm-kvpp doctor` says which one a "
+            "command line gets."
         )
     if plan.owner_decode is not None and plan.options.transport != "shared-memory":
         lines.append(

@@ -25,22 +25,28 @@ def _describe_gain(plan: Plan) -> str:
 def _describe_traffic(plan: Plan) -> tuple[str, ...]:
     if not plan.steps:
         return (f"No request of {plan.options.context:,} tokens fits; lower --context or raise the memory.",)
-    return tuple(_describe_step(traffic) for traffic in plan.steps)
+    return tuple(_describe_step(plan, traffic) for traffic in plan.steps)
 
 
-def _describe_step(traffic: StepTraffic) -> str:
+def _describe_step(plan: Plan, traffic: StepTraffic) -> str:
     name = f"{traffic.step.name.capitalize()} at {traffic.step.history:,} tokens of history"
+    if plan.decodes_in_place and traffic.step.is_decode:
+        return f"{name}: every rank reads the owners' memory in place, so nothing is moved."
+    return f"{name}: {_describe_time(traffic)}"
+
+
+def _describe_time(traffic: StepTraffic) -> str:
     if traffic.transfer_seconds is None:
-        return f"{name}: the time is unknown; give --link, and --gpu for what compute hides."
+        return "the time is unknown; give --link, and --gpu for what compute hides."
     if traffic.exposure is None:
-        return f"{name}: {_ms(traffic.transfer_seconds)} ms on the link; give --gpu to see what compute hides."
+        return f"{_ms(traffic.transfer_seconds)} ms on the link; give --gpu to see what compute hides."
     exposure = traffic.exposure
     share = f"of {_ms(exposure.compute + exposure.exposed)} ms a step"
     if exposure.is_hidden:
-        return f"{name}: hidden but for the first layer, {_ms(exposure.exposed)} ms {share} (estimate)."
+        return f"hidden but for the first layer, {_ms(exposure.exposed)} ms {share} (estimate)."
     if exposure.exposed < SMALL_SHARE * exposure.compute:
-        return f"{name}: as good as hidden, exposed by {_ms(exposure.exposed)} ms {share} (estimate)."
-    return f"{name}: exposed by {_ms(exposure.exposed)} ms {share} (estimate)."
+        return f"as good as hidden, exposed by {_ms(exposure.exposed)} ms {share} (estimate)."
+    return f"exposed by {_ms(exposure.exposed)} ms {share} (estimate)."
 
 
 def _compare_with_dcp(plan: Plan) -> tuple[str, ...]:

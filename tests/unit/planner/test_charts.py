@@ -78,6 +78,14 @@ def test_times_are_those_of_a_plan_with_that_context(charts, plan):
         assert prefill[context] == steps[1].exposure.exposed * 1e3
 
 
+def test_decode_that_reads_in_place_has_no_line_and_that_is_said(charts):
+    chart = charts(transport="shared-memory")["time"]
+
+    assert [line.name for line in chart.lines] == ["prefill chunk, 8,192 tokens"]
+    assert chart.lines[0].points == charts()["time"].lines[1].points
+    assert chart.remark.endswith("; decode reads in place")
+
+
 def test_without_a_device_the_chart_has_the_time_on_the_link_and_says_so(charts, plan):
     chart = charts()["time"]
     (step, _) = plan("deepseek-v3", kv_memory="40GiB", link="50").steps

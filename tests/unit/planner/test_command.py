@@ -73,6 +73,7 @@ def test_every_option_reaches_the_plan(run):
         (["deepseek-v3", "--kv-memory", "1MiB"], "holds no block"),
         (["deepseek-v3", "--kv-memory", "much"], "--kv-memory is 'much'"),
         (["deepseek-v3", "--kv-memory", "1", "--link", "string"], "--link is 'string'"),
+        (["deepseek-v3", "--kv-memory", "9", "--decode", "in_place"], "--decode is in_place, but --transport is"),
         (["deepseek-v2", "--kv-memory", "9", "--draft", "mtp"], "--draft is mtp"),
         (["deepseek-v3", "--kv-memory", "9", "--pp", "2", "--pp-partition", "1,2"], "--pp-partition is 1,2"),
         (["deepseek-v3", "--gpu", "h200", "--gpu-memory-utilization", "2"], "--gpu-memory-utilization is 2"),

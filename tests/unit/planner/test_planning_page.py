@@ -12,8 +12,8 @@ EXAMPLES = re.findall(r"```bash\nvllm-kvpp plan ([^\n]*)\n```\n\n```text\n(.*?)`
 
 def test_the_page_has_its_examples():
     assert len(EXAMPLES) == 3
-    # Those of the charts and of a hub show no output.
-    assert PAGE.count("\nvllm-kvpp plan ") == 5
+    # Those of the charts and of a hub show no output, and that of CPUs a part of it.
+    assert PAGE.count("\nvllm-kvpp plan ") == 6
 
 
 @pytest.mark.parametrize(("arguments", "shown"), EXAMPLES, ids=[arguments.split()[0] for arguments, _ in EXAMPLES])
@@ -21,6 +21,15 @@ def test_an_example_shows_what_is_printed(arguments, shown, run):
     printed = run(*shlex.split(arguments)).output
 
     assert [line.rstrip() for line in printed.rstrip().splitlines()] == shown.rstrip().splitlines()
+
+
+def test_the_example_of_cpus_shows_a_part_of_what_is_printed(run):
+    ((arguments, shown),) = re.findall(
+        r"```bash\nvllm-kvpp plan ([^\n]*)\n```\n\nThe part on traffic:\n\n```text\n(.*?)```", PAGE, flags=re.DOTALL
+    )
+    printed = "\n".join(line.rstrip() for line in run(*shlex.split(arguments)).output.splitlines())
+
+    assert f"\n{shown}" in printed
 
 
 @pytest.mark.parametrize(
