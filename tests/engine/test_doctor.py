@@ -39,7 +39,8 @@ def test_a_valid_command_line_would_run_with_kvpp() -> None:
     assert (code, verdict["outcome"], verdict["group_size"]) == (0, "on", 2), document
     assert verdict["options"]["transfer"] == "full"
     assert verdict["attention_backend"] in ("CPU_MLA", "AMX_MLA")
-    assert (verdict["decode_obstacle"] is None) == (verdict["attention_backend"] == "CPU_MLA")
+    for obstacle in ("decode_obstacle", "in_place_obstacle"):
+        assert (verdict[obstacle] is None) == (verdict["attention_backend"] == "CPU_MLA")
     assert {check["level"] for check in document["checks"]} <= {"ok", "warning"}
 
 

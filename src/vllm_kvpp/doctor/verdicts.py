@@ -12,6 +12,7 @@ TITLES: dict[Outcome, str] = {
     "refused by vLLM": "vLLM refuses this command line",
     "malformed": "vLLM cannot read this command line",
 }
+IN_PLACE = "every rank reads the owners' memory in place"
 SWITCH = "--additional-config '{\"enable_kvpp\": true}'"
 
 
@@ -59,12 +60,24 @@ def list_facts(diagnosis: Diagnosis) -> tuple[tuple[str, str], ...]:
 
 
 def _describe_decode(verdict: Verdict) -> str:
-    if verdict.options["decode"] == "transfer":
+    asked = verdict.options["decode"]
+    if asked == "transfer":
         return "history is moved to every rank, as kvpp.decode says"
+    if asked == "owner":
+        return "tokens attend at each layer's owner"
+    if asked == "in_place":
+        return f"{IN_PLACE}; a start is refused where they cannot share it"
+    if verdict.in_place_obstacle is None:
+        return f"{IN_PLACE}; where a start finds that they cannot share it, {_describe_other_ways(verdict)}"
+    if verdict.decode_obstacle is None:
+        return f"{_describe_other_ways(verdict)}; it cannot be read in place ({verdict.in_place_obstacle})"
+    return _describe_other_ways(verdict)
+
+
+def _describe_other_ways(verdict: Verdict) -> str:
+    """What `auto` chooses from where it cannot read in place."""
     if verdict.decode_obstacle is not None:
         return f"history is moved to every rank, since tokens cannot attend at the owner ({verdict.decode_obstacle})"
-    if verdict.options["decode"] == "owner":
-        return "tokens attend at each layer's owner"
     return "tokens attend at each layer's owner, or history is moved where that is cheaper"
 
 

@@ -20,9 +20,16 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.selector import get_attn_backend
 
-from vllm_kvpp.config import read_settings
+from vllm_kvpp.config import KVPPOptions, read_settings
 from vllm_kvpp.errors import KVPPConfigError, KVPPError
-from vllm_kvpp.vllm_seam.decode_backends import DIFFERENT_TOKENS, find_backend_obstacle, make_refusal
+from vllm_kvpp.vllm_seam.decode_backends import (
+    DIFFERENT_TOKENS,
+    NO_SHARED_MEMORY,
+    find_backend_obstacle,
+    find_in_place_backend_obstacle,
+    make_in_place_refusal,
+    make_refusal,
+)
 from vllm_kvpp.vllm_seam.deployment import describe_deployment
 from vllm_kvpp.vllm_seam.findings import Outcome, ServeCommand, Verdict, describe_error
 from vllm_kvpp.vllm_seam.worker_class import is_kvpp_worker
@@ -95,10 +102,11 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class _Attention:
-    """The name of the backend, or why there is none, and why decode could not attend at the owner with it."""
+    """The name of the backend, or why there is none, and why decode could not attend at the owner, or in place."""
 
     backend: str
-    decode_obstacle: str | None
+    decode_obstacle: str | None = None
+    in_place_obstacle: str | None = None
 
 
 def _describe(config: VllmConfig, model: str, *, is_attached: bool, messages: tuple[str, ...]) -> Verdict:
@@ -110,9 +118,9 @@ def _describe(config: VllmConfig, model: str, *, is_attached: bool, messages: tu
     elif settings.is_enabled:
         outcome = "no effect" if is_attached else "not loaded"
     deployment = describe_deployment(config)
-    attention = _look_at_attention(config, is_sparse=deployment.is_sparse)
-    if outcome == "on" and settings.options.decode == "owner" and attention.decode_obstacle is not None:
-        raise make_refusal(attention.decode_obstacle)
+    attention = _look_at_attention(config, settings.options, is_sparse=deployment.is_sparse)
+    if outcome == "on":
+        _check_decode(settings.options, attention)
     return Verdict(
         outcome=outcome,
         model=model,
@@ -122,11 +130,20 @@ def _describe(config: VllmConfig, model: str, *, is_attached: bool, messages: tu
         worker=str(worker),
         attention_backend=attention.backend,
         decode_obstacle=attention.decode_obstacle,
+        in_place_obstacle=attention.in_place_obstacle,
         messages=messages,
     )
 
 
-def _look_at_attention(config: VllmConfig, *, is_sparse: bool) -> _Attention:
+def _check_decode(options: KVPPOptions, attention: _Attention) -> None:
+    """Refuse as a start would."""
+    if options.decode == "owner" and attention.decode_obstacle is not None:
+        raise make_refusal(attention.decode_obstacle)
+    if options.decode == "in_place" and attention.in_place_obstacle is not None:
+        raise make_in_place_refusal(attention.in_place_obstacle)
+
+
+def _look_at_attention(config: VllmConfig, options: KVPPOptions, *, is_sparse: bool) -> _Attention:
     model = config.model_config
     try:
         with set_current_vllm_config(config):
@@ -137,9 +154,13 @@ def _look_at_attention(config: VllmConfig, *, is_sparse: bool) -> _Attention:
                 use_mla=model.use_mla,
                 use_sparse=is_sparse,
             )
-        return _Attention(str(backend.get_name()), _find_decode_obstacle(config, backend))
+        return _Attention(
+            str(backend.get_name()),
+            _find_decode_obstacle(config, backend),
+            _find_in_place_obstacle(config, options, backend),
+        )
     except Exception as error:
-        return _Attention(f"none ({describe_error(error)})", None)
+        return _Attention(f"none ({describe_error(error)})")
 
 
 def _find_decode_obstacle(config: VllmConfig, backend: Any) -> str | None:
@@ -148,6 +169,17 @@ def _find_decode_obstacle(config: VllmConfig, backend: Any) -> str | None:
         return DIFFERENT_TOKENS
     on_cpu = current_platform.device_type == "cpu"
     return find_backend_obstacle(backend, backend.get_impl_cls(), on_cpu=on_cpu)
+
+
+def _find_in_place_obstacle(config: VllmConfig, options: KVPPOptions, backend: Any) -> str | None:
+    """As far as it is known: whether ranks on CPUs can share memory, only a start finds out."""
+    if current_platform.device_type != "cpu":
+        return f"{NO_SHARED_MEMORY}, which only ranks on CPUs do"
+    if options.transport == "broadcast":
+        return f"{NO_SHARED_MEMORY}, as kvpp.transport is broadcast"
+    if config.parallel_config.prefill_context_parallel_size > 1:
+        return DIFFERENT_TOKENS
+    return find_in_place_backend_obstacle(backend)
 
 
 @contextmanager

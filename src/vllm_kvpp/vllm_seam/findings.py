@@ -21,7 +21,11 @@ class ServeCommand(_Plain):
 
 
 class Verdict(_Plain):
-    """What a server would do, and why; `decode_obstacle` is why decode tokens could not attend at the owner."""
+    """What a server would do, and why.
+
+    `decode_obstacle` is why decode tokens could not attend at the owner, and `in_place_obstacle` why ranks could not
+    read the owner's memory in place, as far as that is known before a start.
+    """
 
     outcome: Outcome
     reasons: tuple[str, ...] = ()
@@ -32,6 +36,7 @@ class Verdict(_Plain):
     worker: str | None = None
     attention_backend: str | None = None
     decode_obstacle: str | None = None
+    in_place_obstacle: str | None = None
     messages: tuple[str, ...] = ()
 
 

@@ -60,21 +60,39 @@ def test_a_running_kvpp_shows_group_and_options(run, make_verdict):
         assert expected in output
 
 
+MOVED = "history is moved to every rank, since tokens cannot attend at the owner (why not)"
+AT_OWNER_OR_MOVED = "tokens attend at each layer's owner, or history is moved where that is cheaper"
+
+
 @pytest.mark.parametrize(
-    ("decode", "obstacle", "expected"),
+    ("decode", "obstacles", "expected"),
     [
-        ("auto", None, "attend at each layer's owner, or history is moved where that is cheaper"),
-        ("owner", None, "attend at each layer's owner"),
-        ("auto", "backend B: why not", "history is moved to every rank, since tokens cannot attend at the owner"),
-        ("transfer", "backend B: why not", "history is moved to every rank, as kvpp.decode says"),
+        (
+            "auto",
+            (None, None),
+            "every rank reads the owners' memory in place; where a start finds that they cannot share it, "
+            f"{AT_OWNER_OR_MOVED}",
+        ),
+        ("auto", (None, "not here"), f"{AT_OWNER_OR_MOVED}; it cannot be read in place (not here)"),
+        ("auto", ("why not", "not here"), f"decode {MOVED}"),
+        ("auto", ("why not", None), f"where a start finds that they cannot share it, {MOVED}"),
+        ("in_place", ("why not", None), "memory in place; a start is refused where they cannot share it"),
+        ("owner", (None, "not here"), "tokens attend at each layer's owner"),
+        ("transfer", ("why not", None), "history is moved to every rank, as kvpp.decode says"),
     ],
 )
-def test_a_running_kvpp_says_where_decode_tokens_attend(decode, obstacle, expected, run, make_verdict):
-    verdict = make_verdict(options={"decode": decode}, decode_obstacle=obstacle)
+def test_a_running_kvpp_says_where_decode_tokens_attend(decode, obstacles, expected, run, make_verdict):
+    verdict = make_verdict(options={"decode": decode}, decode_obstacle=obstacles[0], in_place_obstacle=obstacles[1])
     output = " ".join(run("--", "vllm", "serve", "MODEL", verdict=verdict).stdout.split())
 
-    assert expected in output
-    assert ("backend B: why not" in output) == (decode == "auto" and obstacle is not None)
+    assert f"{expected} Nothing stands" in output
+
+
+def test_the_document_has_both_obstacles_of_decode(run, make_verdict):
+    verdict = make_verdict(decode_obstacle="why not", in_place_obstacle="not here")
+    document = json.loads(run("--json", "--", "vllm", "serve", "MODEL", verdict=verdict).stdout)["command"]["verdict"]
+
+    assert (document["decode_obstacle"], document["in_place_obstacle"]) == ("why not", "not here")
 
 
 def test_a_refusal_lists_every_reason_and_ends_with_exit_code_1(run, make_verdict):

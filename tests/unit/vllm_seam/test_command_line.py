@@ -144,11 +144,11 @@ def test_a_backend_that_vllm_does_not_have_is_said(build, monkeypatch):
     verdict = judge_command(command("M"), is_attached=True)
 
     assert "Sparse Attention is not supported" in verdict.attention_backend
-    assert verdict.decode_obstacle is None
+    assert (verdict.decode_obstacle, verdict.in_place_obstacle) == (None, None)
 
 
-def judge_decode(build, monkeypatch, *, decode, backend, **config):
-    additional = {"enable_kvpp": True, "kvpp": {"decode": decode}}
+def judge_decode(build, monkeypatch, *, decode, backend, transport="auto", **config):
+    additional = {"enable_kvpp": True, "kvpp": {"decode": decode, "transport": transport}}
     build(make_config(worker_cls=name_kvpp_worker("a.B"), additional_config=additional, **config))
     monkeypatch.setattr(command_line, "choose_backend", lambda *_, **__: backend)
     return judge_command(command("M"), is_attached=True)
@@ -187,3 +187,56 @@ def test_an_obstacle_is_told_where_decode_may_move_history(decode, build, monkey
     verdict = judge_decode(build, monkeypatch, decode=decode, backend=make_backend("FLASHMLA"))
 
     assert (verdict.outcome, "FLASHMLA" in verdict.decode_obstacle) == ("on", True)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    monkeypatch.setattr(command_line, "current_platform", SimpleNamespace(device_type="cuda"))
+
+
+NOT_IN_PLACE = pytest.mark.parametrize(
+    ("backend", "config", "expected"),
+    [
+        ("AMX_MLA", {}, "attention backend AMX_MLA: nobody has run it on another rank's memory yet"),
+        ("CPU_MLA", {"pcp_size": 2}, "ranks of prefill context parallelism have different tokens"),
+        ("CPU_MLA", {"transport": "broadcast"}, "the ranks do not share memory, as kvpp.transport is broadcast"),
+    ],
+)
+
+
+@pytest.mark.parametrize("decode", ["auto", "in_place"])
+def test_ranks_on_cpus_whose_backend_reads_in_place_have_no_obstacle_to_it(decode, build, monkeypatch):
+    verdict = judge_decode(build, monkeypatch, decode=decode, backend=make_backend("CPU_MLA"))
+
+    assert (verdict.outcome, verdict.in_place_obstacle) == ("on", None)
+
+
+@NOT_IN_PLACE
+@pytest.mark.parametrize("decode", ["auto", "transfer"])
+def test_an_obstacle_to_reading_in_place_is_told_where_decode_has_other_ways(
+    backend, config, expected, decode, build, monkeypatch
+):
+    verdict = judge_decode(build, monkeypatch, decode=decode, backend=make_backend(backend), **config)
+
+    assert (verdict.outcome, verdict.in_place_obstacle) == ("on", expected)
+
+
+@NOT_IN_PLACE
+def test_reading_in_place_with_an_obstacle_is_refused_as_a_start_would(backend, config, expected, build, monkeypatch):
+    verdict = judge_decode(build, monkeypatch, decode="in_place", backend=make_backend(backend), **config)
+    (reason,) = verdict.reasons
+
+    assert verdict.outcome == "refused"
+    assert reason.startswith(f"Decode tokens cannot read the owner's memory in place. ({expected}; set kvpp.decode to")
+
+
+def test_ranks_on_devices_do_not_share_memory(build, monkeypatch, on_device):
+    verdict = judge_decode(build, monkeypatch, decode="auto", backend=make_backend("CPU_MLA"))
+
+    assert verdict.in_place_obstacle == "the ranks do not share memory, which only ranks on CPUs do"
+
+
+def test_a_server_without_kvpp_is_not_refused_for_an_obstacle(build, monkeypatch):
+    build(make_config(additional_config={"kvpp": {"decode": "in_place", "transport": "broadcast"}}))
+
+    assert judge_command(command("M"), is_attached=True).outcome == "off"
