@@ -55,9 +55,10 @@ OFF = Variant("off", {"enable_kvpp": False})
 ON = Variant("on", {"enable_kvpp": True})
 # What every rank sends and receives, by KVPP's counters.
 MOVED = ("transferred_bytes", "query_bytes", "output_bytes")
+ON_OWNER = Variant("on, decode owner", {"enable_kvpp": True, "kvpp": {"decode": "owner"}})
 ON_TRANSFER = Variant("on, decode transfer", {"enable_kvpp": True, "kvpp": {"decode": "transfer"}})
 ON_FULL = Variant("on, transfer full", {"enable_kvpp": True, "kvpp": {"transfer": "full", "decode": "transfer"}})
-VARIANTS = (OFF, ON, ON_TRANSFER, ON_FULL)
+VARIANTS = (OFF, ON, ON_OWNER, ON_TRANSFER, ON_FULL)
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ from tiny_model import NUM_HEADS, NUM_LAYERS, PAGE_BYTES, write_tiny_model
 from vllm_kvpp.demo.progress import ProgressReporter
 
 OFF, FULL, ACTIVE, AUTO = "off", "full", "active", "auto"
-AT_OWNER, BY_TRANSFER, EITHER = "decode owner", "decode transfer", "decode auto"
+IN_PLACE, AT_OWNER, BY_TRANSFER, EITHER = "decode in_place", "decode owner", "decode transfer", "decode auto"
 # `kvpp.transfer` and `kvpp.decode` of each mode.
 MODES = {
     **{mode: (mode, "transfer") for mode in (FULL, ACTIVE, AUTO)},
+    IN_PLACE: ("auto", "in_place"),
     AT_OWNER: ("auto", "owner"),
     BY_TRANSFER: ("auto", "transfer"),
     EITHER: ("auto", "auto"),
