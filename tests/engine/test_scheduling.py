@@ -193,21 +193,27 @@ def test_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
     assert on["answers"] == off["answers"]
 
 
-DECODE_MODES = pytest.mark.parametrize("mode", ["owner", "in_place"])
-
-
-@DECODE_MODES
 @pytest.mark.parametrize(("pool", "scenario"), SCENARIOS)
-def test_where_decode_attends_to_the_owners_memory_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
-    pairs: Pairs, pool: str, scenario: Scenario, mode: str
+def test_with_decode_at_the_owner_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
+    pairs: Pairs, pool: str, scenario: Scenario
 ) -> None:
     pair = pairs[pool]
-    off, on = pair.served(pair.off, scenario), pair.decoded(mode, scenario)
+    off, on = pair.served(pair.off, scenario), pair.decoded("owner", scenario)
     assert on["schedule"] == off["schedule"]
     assert on["answers"] == off["answers"]
 
 
-@DECODE_MODES
+@pytest.mark.parametrize(("pool", "scenario"), SCENARIOS)
+def test_with_decode_in_place_schedules_and_answers_equal_those_without_kvpp_bit_for_bit(
+    pairs: Pairs, pool: str, scenario: Scenario
+) -> None:
+    pair = pairs[pool]
+    off, on = pair.served(pair.off, scenario), pair.decoded("in_place", scenario)
+    assert on["schedule"] == off["schedule"]
+    assert on["answers"] == off["answers"]
+
+
+@pytest.mark.parametrize("mode", ["owner", "in_place"])
 def test_in_mixed_steps_only_the_prompts_history_is_moved(pairs: Pairs, mode: str) -> None:
     pool, scenario = _scenario("prefills join decodes")
     pair = pairs[pool]
