@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 
 from vllm_kvpp.selection import TransferSeconds
-from vllm_kvpp.vllm_seam.owner_view import OwnerView
-
-_VIEW_AT_OWNER = OwnerView.__call__
 
 
 class _NothingMoved:
@@ -117,6 +114,10 @@ class ProbeExtension:
         self._sabotage_reads(decode, right)
 
     def _sabotage_reads(self, decode: Any, right: set[str]) -> None:
+        # Not at the top: without KVPP a worker is to load none of it.
+        from vllm_kvpp.vllm_seam.owner_view import OwnerView  # noqa: PLC0415
+
+        self._view_at_owner = getattr(self, "_view_at_owner", OwnerView.__call__)
         reached = []
 
         def before_read(name: str, num_rows: int) -> None:
@@ -124,7 +125,7 @@ class ProbeExtension:
             reached.append(name)
 
         def view(owner_view: OwnerView, cache: torch.Tensor) -> torch.Tensor:
-            return _VIEW_AT_OWNER(owner_view, cache) if reached[-1] in right else cache
+            return self._view_at_owner(owner_view, cache) if reached[-1] in right else cache
 
         decode.before_read = before_read
         OwnerView.__call__ = view  # type: ignore[method-assign]
@@ -133,7 +134,12 @@ class ProbeExtension:
         """Let every layer attend to its owner's memory again."""
         decode = self._kvpp.transfers.decode  # type: ignore[attr-defined]
         del decode.attend, decode.choose, decode.before_read
-        OwnerView.__call__ = _VIEW_AT_OWNER  # type: ignore[method-assign]
+        self._mend_reads()
+
+    def _mend_reads(self) -> None:
+        from vllm_kvpp.vllm_seam.owner_view import OwnerView  # noqa: PLC0415
+
+        OwnerView.__call__ = self._view_at_owner  # type: ignore[method-assign]
 
     def start_trace(self) -> None:
         """Begin to note what runs when, on every thread."""
