@@ -30,18 +30,22 @@ class PlaceWalk:
         """The owner's group rank of the cache `name`."""
         return self._owner_ranks[name]
 
+    def is_next(self, name: str) -> bool:
+        """Whether it comes next."""
+        return self.num_passed < len(self._places) and self._places[self.num_passed].name == name
+
     def pass_next(self, name: str) -> OwnedPlace:
         """Go past the next place.
 
         Raises:
             KVPPOrderError: it is not `name`.
         """
-        place = self._places[self.num_passed] if self.num_passed < len(self._places) else None
-        if place is None or place.name != name:
-            expected = place.name if place is not None else "no further layer"
+        if not self.is_next(name):
+            is_over = self.num_passed == len(self._places)
+            expected = "no further layer" if is_over else self._places[self.num_passed].name
             raise KVPPOrderError(f"{name} was reached out of order in decode: KVPP expected {expected}.")
         self.num_passed += 1
-        return place
+        return self._places[self.num_passed - 1]
 
     def check_all_passed(self) -> None:
         """Check at the end of a forward that no attention has read a cache that was not brought.

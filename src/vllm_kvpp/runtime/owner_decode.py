@@ -172,6 +172,21 @@ class OwnerDecode:
         """
         return self.is_on and self._decodes_only and self._walk.find_owner(name) != self._group_rank
 
+    def before_write(self, name: str) -> None:
+        """At the owner of the cache `name`, let the other ranks' queries arrive while it writes and projects.
+
+        Raises:
+            KVPPTransferError: a rank is gone.
+        """
+        is_here = self._walk.find_owner(name) == self._group_rank
+        # Behind an indexer that is still to share what it chose, the gather begins when the query is there.
+        if self._place is not DecodePlace.OWNER or not is_here or not self._walk.is_next(name):
+            return
+        try:
+            self._exchange.begin_gather()
+        except (TimeoutError, RuntimeError) as error:
+            raise self._make_failure(f"Waiting for the decode queries of {name}", error) from error
+
     def after_write(self, name: str) -> None:
         """Tell the readers that this rank has written the step's keys into its cache `name`, if it is the owner.
 

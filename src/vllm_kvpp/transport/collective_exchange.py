@@ -20,6 +20,7 @@ class CollectiveExchange:
         self._group = group
         self._rank = dist.get_rank(group)
         self._area = area
+        self._arriving: dist.Work | None = None
 
     @property
     def max_rows(self) -> int:
@@ -29,18 +30,33 @@ class CollectiveExchange:
     def prepare(self, num_rows: int) -> None:
         """See `QueryExchange.prepare`."""
         self._area.cut(num_rows)
+        self._arriving = None
+
+    def begin_gather(self) -> None:
+        """See `QueryExchange.begin_gather`. The own part of what is gathered is void."""
+        area = self._area
+        assert self._arriving is None, "the last gather has not ended"
+        # group_dst, not dst: an owner rank counts inside the KVPP group.
+        self._arriving = dist.gather(
+            area.own_query, list(area.queries_by_rank), group=self._group, group_dst=self._rank, async_op=True
+        )
 
     def gather(self, owner_rank: int, query: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """See `QueryExchange.gather`."""
         area = self._area
-        write_query(query, area.own_query)
-        # group_dst, not dst: an owner rank counts inside the KVPP group.
         if owner_rank != self._rank:
+            write_query(query, area.own_query)
             dist.gather(area.own_query, group=self._group, group_dst=owner_rank)
             return None
-        dist.gather(area.own_query, list(area.queries_by_rank), group=self._group, group_dst=owner_rank)
+        if self._arriving is None:
+            self.begin_gather()
+        write_query(query, area.all_queries[:, area.heads_of(self._rank)])
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None, "an asynchronous call without a handle"
+        arriving.wait()
         for rank, queries in enumerate(area.queries_by_rank):
-            area.all_queries[:, area.heads_of(rank)].copy_(queries)
+            if rank != self._rank:
+                area.all_queries[:, area.heads_of(rank)].copy_(queries)
         return area.all_queries
 
     def scatter(self, owner_rank: int, output: torch.Tensor | None) -> torch.Tensor:

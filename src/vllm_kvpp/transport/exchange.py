@@ -27,6 +27,13 @@ class QueryExchange(Protocol):
     def prepare(self, num_rows: int) -> None:
         """Say how many rows the following attentions have, up to the next call."""
 
+    def begin_gather(self) -> None:
+        """Say, at an owner, that it will gather next: the other ranks' queries may arrive while it still computes.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+
     def gather(self, owner_rank: int, query: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Bring every rank's query to the owner. Collective.
 

@@ -60,6 +60,9 @@ class PeerExchange:
         # By owner: this rank's heads' part of what it computes.
         self._outputs = [area.all_outputs[:, heads_of(self._rank)] for area in self._areas]
 
+    def begin_gather(self) -> None:
+        """See `QueryExchange.begin_gather`. Each rank writes its query into its own memory, whatever others do."""
+
     def gather(self, owner_rank: int, query: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """See `QueryExchange.gather`."""
         message, self._reply = self._next_message(), self._next_message()

@@ -134,6 +134,7 @@ def _wrap_cache_update(name: str, impl: Any, decode: OwnerDecode) -> None:
 
     @wraps(original)
     def do_kv_cache_update(*args: Any, **kwargs: Any) -> None:
+        decode.before_write(name)
         if not decode.leaves_cache_as_it_is(name):
             original(*args, **kwargs)
             decode.after_write(name)

@@ -34,6 +34,10 @@ class ExchangeWrapper:
         """See `QueryExchange.prepare`."""
         self.inner.prepare(num_rows)
 
+    def begin_gather(self) -> None:
+        """See `QueryExchange.begin_gather`."""
+        self.inner.begin_gather()
+
     def gather(self, owner_rank: int, query: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """See `QueryExchange.gather`."""
         return self.inner.gather(owner_rank, query)

@@ -126,7 +126,10 @@ class ToyDecode(Attention):
         """Write what somebody will read, and tell who reads it in place."""
         if cache.name not in self._owner_rows:
             super().write(rows, step, hidden, cache)
-        elif not self.decode.leaves_cache_as_it_is(cache.name):
+            return
+        if not cache.is_indexer:
+            self.decode.before_write(cache.name)
+        if not self.decode.leaves_cache_as_it_is(cache.name):
             super().write(rows, step, hidden, cache)
             self.decode.after_write(cache.name)
 

@@ -92,6 +92,9 @@ class FakeExchange:
         self.num_rows = num_rows
         self.log.append(f"prepare {num_rows}")
 
+    def begin_gather(self):
+        self._note("begin_gather")
+
     def gather(self, owner_rank, query):
         self._note(f"gather {owner_rank}")
         self.query = query

@@ -132,6 +132,40 @@ def test_another_rank_sends_its_queries_and_attends_nothing(make_decode):
     assert output.shape == (2, 2, 4)
 
 
+def test_an_owner_lets_queries_arrive_while_it_writes(make_decode):
+    decode, exchange = make_decode(rank=0)
+    begin(decode)
+    for number in range(3):
+        decode.before_write(f"layers.{number}.attn")
+        decode.attend(f"layers.{number}.attn", query(), attend_all)
+
+    assert exchange.log[1:] == [
+        *("begin_gather", "gather 0", "scatter 0"),
+        *("gather 1", "scatter 1"),
+        *("begin_gather", "gather 0", "scatter 0"),
+    ]
+
+
+def test_between_steps_and_out_of_order_no_query_is_let_in(make_decode):
+    decode, exchange = make_decode(rank=0)
+    decode.before_write("layers.0.attn")
+    begin(decode)
+    decode.before_write("layers.2.attn")
+
+    assert exchange.log == ["prepare 2"]
+
+
+def test_a_rank_that_is_gone_as_an_owner_writes_is_an_error_that_names_the_layer(make_decode):
+    decode, exchange = make_decode(rank=0)
+    begin(decode)
+    exchange.failures["begin_gather"] = failure = RuntimeError("Connection closed by peer")
+    with pytest.raises(KVPPTransferError) as caught:
+        decode.before_write("layers.0.attn")
+
+    assert str(caught.value).startswith("Waiting for the decode queries of layers.0.attn failed in the KVPP group of ")
+    assert caught.value.__cause__ is failure
+
+
 def test_each_attention_goes_to_its_own_owner(make_decode):
     decode, exchange = make_decode()
     begin(decode)

@@ -125,16 +125,28 @@ class FakeCollectives:
         self._barrier = threading.Barrier(GROUP_SIZE, timeout=5)
         self._tensors = [None] * GROUP_SIZE
         self.calls = []
+        self.works = {}
+        self._pool = ThreadPoolExecutor(GROUP_SIZE)
 
     def get_rank(self, group):
         return group.rank
 
-    def gather(self, tensor, gather_list=None, *, group, group_dst):
-        assert (gather_list is not None) == (group.rank == group_dst)
+    def give_up(self):
+        """Let nobody wait any longer."""
+        self._barrier.abort()
+
+    def gather(self, tensor, gather_list=None, *, group, group_dst, async_op=False):
+        assert (gather_list is not None) == (group.rank == group_dst) == async_op
         self._note("gather", group, tensor, *(gather_list or ()))
+        if not async_op:
+            return self._gather(tensor, (), group)
+        work = self.works[group.rank] = self._pool.submit(self._gather, tensor, gather_list, group)
+        return SimpleNamespace(wait=work.result)
+
+    def _gather(self, tensor, gather_list, group):
         self._tensors[group.rank] = tensor
         self._barrier.wait()
-        for target, sent in zip(gather_list or (), self._tensors, strict=gather_list is not None):
+        for target, sent in zip(gather_list, self._tensors, strict=bool(gather_list)):
             target.copy_(sent)
         self._barrier.wait()
 

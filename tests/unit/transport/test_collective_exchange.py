@@ -16,6 +16,38 @@ def test_an_attention_is_one_gather_and_one_scatter(make_collective_ranks, colle
     assert sorted(collectives.calls) == [(rank, call) for rank in range(3) for call in ("gather", "scatter")]
 
 
+def test_the_queries_of_others_arrive_before_the_owner_has_its_own(make_collective_ranks, collectives):
+    ranks = make_collective_ranks()
+    ranks.prepare(2)
+
+    def attend(rank):
+        exchange = ranks.exchanges[rank]
+        if rank != 1:
+            return ranks.attend(rank, 1, 2)
+        exchange.begin_gather()
+        collectives.works[1].result(timeout=5)
+        # What it computes from here on is written over nothing that has arrived.
+        return ranks.attend(rank, 1, 2)
+
+    gathered, output = ranks.run_everywhere(attend)[1]
+    assert torch.equal(gathered, ranks.all_queries(2))
+    assert torch.equal(output, ranks.expected_output(1, 2))
+    assert sorted(collectives.calls) == [(rank, call) for rank in range(3) for call in ("gather", "scatter")]
+
+
+def test_a_gather_of_a_step_that_failed_is_forgotten_by_the_next(make_collective_ranks, collectives):
+    (exchange, *_) = make_collective_ranks().exchanges
+    exchange.prepare(2)
+    exchange.begin_gather()
+    with pytest.raises(AssertionError, match="the last gather has not ended"):
+        exchange.begin_gather()
+    exchange.prepare(2)
+    exchange.begin_gather()
+    collectives.give_up()
+
+    assert collectives.calls == [(0, "gather")] * 2
+
+
 def test_choices_are_one_broadcast(make_collective_ranks, collectives):
     ranks = make_collective_ranks()
     ranks.prepare(2)

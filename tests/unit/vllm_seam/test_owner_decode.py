@@ -29,6 +29,9 @@ class FakeDecode:
         self.log.append((name, query))
         return attend_all(torch.cat(query, dim=-1)) if self.is_owner else "what the owner sent"
 
+    def before_write(self, name):
+        self.written.append(f"before {name}")
+
     def leaves_cache_as_it_is(self, name):
         self.log.append(name)
         return self.is_on and not self.is_owner
@@ -119,7 +122,8 @@ def test_a_cache_that_somebody_reads_is_updated_as_it_was(attach, is_on, is_owne
     attention.impl.do_kv_cache_update("latents", "cache", slots="slots")
 
     assert attention.log == [("update", ("latents", "cache"), {"slots": "slots"})]
-    assert decode.log == decode.written == [ATTENTION]
+    assert decode.log == [ATTENTION]
+    assert decode.written == [f"before {ATTENTION}", ATTENTION]
 
 
 def test_a_cache_that_nobody_reads_is_left_as_it_is(attach):
@@ -127,7 +131,8 @@ def test_a_cache_that_nobody_reads_is_left_as_it_is(attach):
     attention, _ = attach(decode)
     attention.impl.do_kv_cache_update("latents", "cache", slots="slots")
 
-    assert attention.log == decode.written == []
+    assert attention.log == []
+    assert decode.written == [f"before {ATTENTION}"]
 
 
 def test_a_write_is_told_when_it_is_done(attach):
@@ -136,7 +141,7 @@ def test_a_write_is_told_when_it_is_done(attach):
     attention.log = attention.impl.log = decode.written
     attention.impl.do_kv_cache_update("latents")
 
-    assert decode.written == [("update", ("latents",), {}), ATTENTION]
+    assert decode.written == [f"before {ATTENTION}", ("update", ("latents",), {}), ATTENTION]
 
 
 def test_an_owner_attends_its_own_heads_to_its_own_cache_in_place(attach):
