@@ -19,7 +19,7 @@ def run():
 def with_vllm_and_model(monkeypatch):
     monkeypatch.setattr(demo_app, "check_vllm", lambda: None)
     monkeypatch.setattr(demo_app, "check_checkpoint", lambda _folder: None)
-    shape = ModelShape(num_layers=8, num_heads=4, latent_dim=576, output_dim=512)
+    shape = ModelShape(num_layers=8, num_heads=4, latent_dim=576)
     monkeypatch.setattr(demo_app, "read_shape", lambda _path: shape)
 
 

@@ -4,18 +4,16 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpp.plan import NUM_SCRATCH_BUFFERS, LayerCache, fit_num_blocks, plan_cache, plan_exchange, plan_tail
-from vllm_kvpp.selection import QueryShape
+from vllm_kvpp.plan import NUM_SCRATCH_BUFFERS, LayerCache, fit_num_blocks, plan_cache, plan_tail
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of an MLA model that its cache depends on."""
+    """The numbers of an MLA model that its cache depends on, and its heads, by which tensor parallelism splits it."""
 
     num_layers: int
     num_heads: int
     latent_dim: int
-    output_dim: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,6 @@ def read_shape(config_path: Path) -> ModelShape:
         num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],
         latent_dim=config["kv_lora_rank"] + config["qk_rope_head_dim"],
-        output_dim=config["kv_lora_rank"],
     )
 
 
@@ -47,12 +44,9 @@ def expect_capacity(
         LayerCache(f"model.layers.{number}.self_attn.attn", page_size_bytes) for number in range(shape.num_layers)
     ]
     plan = plan_cache(caches, group_size=tp_size)
-    queries = QueryShape(shape.num_heads, tp_size, shape.latent_dim, shape.output_dim, dtype_bytes)
-    exchange_bytes = plan_exchange(queries, kv_cache_bytes)
-    # The ranks of one machine share memory.
-    tail_bytes = exchange_bytes + min(
-        plan_tail(plan, rank, kv_cache_bytes - exchange_bytes, transfer="auto", shares_memory=True)
-        for rank in range(tp_size)
+    # The ranks of one machine share memory, so decode reads in place and needs none for queries.
+    tail_bytes = min(
+        plan_tail(plan, rank, kv_cache_bytes, transfer="auto", shares_memory=True) for rank in range(tp_size)
     )
     most_owned_layers = -(-shape.num_layers // tp_size)
     return ExpectedCapacity(

@@ -118,8 +118,9 @@ def _check_transfers(result: DemoResult) -> Iterator[str]:
 
 def _check_report(report: RankReport) -> Iterator[str]:
     rank = f"Rank {report.group_rank}"
-    if report.moved_bytes == 0:
-        yield f"{rank} has moved nothing."
+    moving_steps = report.steps_with_transfers + report.steps_at_owner
+    if moving_steps > 0 and report.moved_bytes == 0:
+        yield f"{rank} has moved nothing in {moving_steps} steps."
     if report.transfers != report.steps_with_transfers * report.num_layers:
         yield (
             f"{rank} counts {report.transfers} transfers in {report.steps_with_transfers} steps of "
@@ -130,8 +131,8 @@ def _check_report(report: RankReport) -> Iterator[str]:
             f"{rank} counts {report.exchanges} exchanges in {report.steps_at_owner} steps of {report.num_layers} "
             "layers."
         )
-    if report.steps_with_transfers + report.steps_at_owner < report.steps_with_history:
-        yield f"{rank} has seen steps with history in which nothing travelled."
+    if moving_steps + report.steps_in_place < report.steps_with_history:
+        yield f"{rank} has seen steps with history in which nothing travelled, nor was anything read in place."
     if report.steps_without_history <= 0:
         yield f"{rank} has seen no step without history, so it is not shown that such a step moves nothing."
 

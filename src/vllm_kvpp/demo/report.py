@@ -77,6 +77,7 @@ def _list_run_rows(result: DemoResult) -> tuple[tuple[str, ...], ...]:
         ("  history, in layer transfers", NOTHING, f"{report.transferred_bytes:,}", NOTHING),
         ("  queries to owners, outputs", NOTHING, f"{report.exchanged_bytes:,}", NOTHING),
         ("steps with history", NOTHING, f"{report.steps_with_history:,}", NOTHING),
+        ("  of which decode in place", NOTHING, f"{report.steps_in_place:,}", NOTHING),
         ("  of which decode at the owner", NOTHING, f"{report.steps_at_owner:,}", NOTHING),
         ("steps without, nothing moved", NOTHING, f"{report.steps_without_history:,}", NOTHING),
         ("seconds to start", f"{off.start_seconds:.0f}", f"{on.start_seconds:.0f}", NOTHING),

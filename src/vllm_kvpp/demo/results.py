@@ -26,6 +26,7 @@ class RankReport:
     steps_at_owner: int
     exchanges: int
     exchanged_bytes: int
+    steps_in_place: int
 
     @property
     def steps_without_history(self) -> int:
@@ -114,6 +115,7 @@ def parse_report(report: Any) -> RankReport:
             steps_at_owner=counters["steps_at_owner"],
             exchanges=counters["exchanges"],
             exchanged_bytes=counters["query_bytes"] + counters["output_bytes"],
+            steps_in_place=counters["steps_in_place"],
         )
     except (KeyError, TypeError) as error:
         raise DemoError(f"KVPP's report has an unexpected form ({error!r}): {str(report)[:500]}") from error

@@ -98,14 +98,15 @@ def result():
         group_rank=0,
         num_layers=8,
         num_blocks=1210,
-        steps=12,
-        steps_with_history=10,
+        steps=13,
+        steps_with_history=11,
         steps_with_transfers=4,
         transfers=32,
         transferred_bytes=123000,
         steps_at_owner=7,
         exchanges=56,
         exchanged_bytes=456,
+        steps_in_place=1,
     )
     return DemoResult(
         tp_size=2,

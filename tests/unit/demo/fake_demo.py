@@ -14,7 +14,7 @@ from vllm_kvpp.demo.capacity import ModelShape, expect_capacity
 from vllm_kvpp.demo.server import ServerCommand
 
 on_mode, off_mode, pids_file = sys.argv[1:4]
-shape = ModelShape(num_layers=8, num_heads=4, latent_dim=576, output_dim=512)
+shape = ModelShape(num_layers=8, num_heads=4, latent_dim=576)
 
 
 def make_command(settings, *, with_kvpp, port):

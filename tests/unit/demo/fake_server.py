@@ -63,6 +63,7 @@ def call(method):
             "exchanges": 0,
             "query_bytes": 0,
             "output_bytes": 0,
+            "steps_in_place": 0,
         }
         return {"num_target_layers": LAYERS, "num_blocks": num_blocks(), "counters": counters}
     state["is_broken"] = method == "demo_break_transfers"

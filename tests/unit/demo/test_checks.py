@@ -30,6 +30,13 @@ def spoil(answers, **changes):
     return (replace(answers[0], **changes), *answers[1:])
 
 
+def test_where_decode_reads_in_place_nothing_has_to_move(result):
+    nothing = dict.fromkeys(
+        ("steps_with_transfers", "transfers", "transferred_bytes", "steps_at_owner", "exchanges", "exchanged_bytes"), 0
+    )
+    assert find_problems(change_reports(result, **nothing, steps_in_place=11)) == ()
+
+
 def test_a_result_as_claimed_has_no_problems(result):
     assert find_problems(result) == ()
 
@@ -94,7 +101,10 @@ CASES = {
         lambda r: change_on(r, broken_bytes=1),
         "With the transfers broken on purpose 1 bytes were moved all the same.",
     ),
-    "nothing moved": (lambda r: change_reports(r, transferred_bytes=0, exchanged_bytes=0), "Rank 0 has moved nothing"),
+    "nothing moved": (
+        lambda r: change_reports(r, transferred_bytes=0, exchanged_bytes=0),
+        "Rank 0 has moved nothing in 11 steps.",
+    ),
     "transfers missing": (
         lambda r: change_reports(r, transfers=31),
         "Rank 1 counts 31 transfers in 4 steps of 8 layers.",
@@ -105,10 +115,10 @@ CASES = {
     ),
     "steps in which nothing travelled": (
         lambda r: change_reports(r, steps_at_owner=5, exchanges=40),
-        "Rank 0 has seen steps with history in which nothing travelled.",
+        "Rank 0 has seen steps with history in which nothing travelled, nor was anything read in place.",
     ),
     "every step with history": (
-        lambda r: change_reports(r, steps=10),
+        lambda r: change_reports(r, steps=11),
         "Rank 0 has seen no step without history",
     ),
     "a rank missing": (

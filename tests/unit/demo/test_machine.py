@@ -10,7 +10,7 @@ from vllm_kvpp.demo.capacity import ModelShape
 from vllm_kvpp.demo.errors import DemoError
 from vllm_kvpp.demo.machine import check_checkpoint, check_memory, check_tp_size, check_vllm, choose_port, find_cpus
 
-SHAPE = ModelShape(num_layers=8, num_heads=4, latent_dim=576, output_dim=512)
+SHAPE = ModelShape(num_layers=8, num_heads=4, latent_dim=576)
 
 
 @pytest.fixture

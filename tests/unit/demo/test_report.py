@@ -40,6 +40,7 @@ def test_the_table_shows_what_was_moved(result):
     assert find_row(table, "bytes moved, on rank 0") == ["–", "123,456", "0"]
     assert find_row(table, "history, in layer transfers") == ["–", "123,000", "–"]
     assert find_row(table, "queries to owners, outputs") == ["–", "456", "–"]
+    assert find_row(table, "of which decode in place") == ["–", "1", "–"]
     assert find_row(table, "of which decode at the owner") == ["–", "7", "–"]
     assert find_row(table, "steps without, nothing moved") == ["–", "2", "–"]
 

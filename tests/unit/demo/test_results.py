@@ -18,6 +18,7 @@ REPORT = {
         "exchanges": 16,
         "query_bytes": 30,
         "output_bytes": 20,
+        "steps_in_place": 4,
         "host_wait_seconds": 0.1,
     },
 }
@@ -35,6 +36,7 @@ def test_a_report_is_read():
         steps_at_owner=2,
         exchanges=16,
         exchanged_bytes=50,
+        steps_in_place=4,
     )
     assert report.steps_without_history == 2
     assert report.moved_bytes == 59
