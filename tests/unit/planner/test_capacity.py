@@ -78,19 +78,25 @@ def test_blocks_are_those_of_the_runtimes_plan_with_its_page_for_shared_memory()
 
 
 def test_the_blocks_are_those_that_an_engine_had_in_the_recall_model():
-    # `make demo`, measured with vLLM 0.32: 8 layers, TP 2, float32, 256 MiB: 14,560 tokens and 19,104 with KVPP.
+    # `make demo`, measured with vLLM 0.32: 8 layers, TP 2, float32, 256 MiB. It had 19,104 tokens with an exchange.
+    stage = make_stage(8, page=16 * 2304)
     queries = QueryShape(4, 2, query_width=576, output_width=512, element_bytes=4)
-    capacity = plan_one(make_stage(8, page=16 * 2304), 256 * MIB, transport="shared-memory", queries=queries)
+    capacity = plan_one(stage, 256 * MIB, transport="shared-memory")
+    with_exchange = plan_one(stage, 256 * MIB, transport="shared-memory", queries=queries)
 
-    assert (capacity.num_tokens_without, capacity.num_tokens) == (14_560, 19_104)
+    assert (capacity.num_tokens_without, capacity.num_tokens) == (14_560, 19_296)
+    assert with_exchange.num_tokens == 19_104
 
 
 def test_the_blocks_are_those_that_an_engine_had_with_61_layers():
-    # tests/engine/test_larger_groups.py, measured with vLLM 0.32: 61 layers, TP 8, bfloat16, 256 MiB.
+    # tests/engine/test_larger_groups.py, measured with vLLM 0.32: 61 layers, TP 8, bfloat16, 256 MiB. With an exchange
+    # it had 23,056 tokens.
     queries = QueryShape(8, 8, query_width=576, output_width=512, element_bytes=2)
-    capacity = plan_one(make_stage(61), 256 * MIB, group_size=8, transport="shared-memory", queries=queries)
+    capacity = plan_one(make_stage(61), 256 * MIB, group_size=8, transport="shared-memory")
+    with_exchange = plan_one(make_stage(61), 256 * MIB, group_size=8, transport="shared-memory", queries=queries)
 
-    assert (capacity.num_tokens_without, capacity.num_tokens) == (3_808, 23_056)
+    assert (capacity.num_tokens_without, capacity.num_tokens) == (3_808, 23_248)
+    assert with_exchange.num_tokens == 23_056
     assert capacity.stages[0].plan.full_bytes_per_block == 1_124_352
 
 
