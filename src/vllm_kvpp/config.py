@@ -53,7 +53,7 @@ class KVPPOptions(BaseModel):
         default=300.0,
         gt=0,
         le=86_400,
-        description="How long one layer's transfer may take before it counts as lost.",
+        description="How long one layer's transfer, or what decode waits for, may take before it counts as lost.",
         json_schema_extra={"valid": "above 0, up to 86400"},
     )
 
@@ -109,6 +109,11 @@ def _read_options(additional_config: Mapping[str, Any], reasons: list[str]) -> K
         reasons.append(
             f"{OPTIONS}.staging_mib is {options.staging_mib}, but whole layers need no staging memory; leave it out, "
             f"or set {OPTIONS}.transfer to auto or active."
+        )
+    if options.decode == "in_place" and options.transport == "broadcast":
+        reasons.append(
+            f"{OPTIONS}.decode is in_place, but with {OPTIONS}.transport broadcast no rank reads another's memory; set "
+            f"{OPTIONS}.transport to auto, or {OPTIONS}.decode to auto, owner or transfer."
         )
     return options
 

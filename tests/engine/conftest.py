@@ -68,5 +68,12 @@ def on_run(
 
 
 @pytest.fixture(scope="session")
+def default_run(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """TP 2 as a user starts it, with the switch alone. Actions: workload, reports."""
+    engine = {**RECALL_ENGINE, "tensor_parallel_size": 2, "additional_config": kvpp(True)}
+    return run_engine(engine, [workload, REPORT], tmp_path_factory.mktemp("default"), decode="auto")
+
+
+@pytest.fixture(scope="session")
 def marking(tokenizer: Tokenizer, questions: list[RecallQuestion]) -> Marking:
     return Marking(tokenizer, questions)

@@ -80,12 +80,12 @@ def explain(run_of: EngineRun, folder: Path) -> dict[str, Any]:
     return document
 
 
-def test_the_log_of_a_real_engine_is_explained(off_run: EngineRun, on_run: EngineRun, tmp_path: Path) -> None:
+def test_the_log_of_a_real_engine_is_explained(off_run: EngineRun, default_run: EngineRun, tmp_path: Path) -> None:
     document = explain(off_run, tmp_path)
 
     assert document["kvpp"]["is_on"] is False
     assert document["blocks"]["num_blocks"] == off_run.num_gpu_blocks
-    assert document["with_kvpp"]["num_blocks"] == on_run.num_gpu_blocks
+    assert document["with_kvpp"]["num_blocks"] == default_run.num_gpu_blocks
 
 
 def test_the_log_of_an_engine_with_kvpp_says_what_was_gained(

@@ -17,7 +17,6 @@ from recall_runs import (
     ON_IN_PLACE_RESTORED,
     ON_LAST_LAYER_READ_HERE,
     RECALL_ENGINE,
-    REPORT,
     Marking,
     counted,
     kvpp,
@@ -59,13 +58,6 @@ def test_neither_history_nor_queries_are_moved_in_decode(on_run: EngineRun, befo
     assert min(in_place) >= NUM_GENERATED - 1
 
 
-@pytest.fixture(scope="module")
-def default_run(workload: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    """As a user starts it, with the switch alone."""
-    engine = {**RECALL_ENGINE, "tensor_parallel_size": 2, "additional_config": kvpp(True)}
-    return run_engine(engine, [workload, REPORT], tmp_path_factory.mktemp("default"), decode="auto")
-
-
 @pytest.mark.proves("`kvpp.decode` in_place, auto")
 def test_with_the_switch_alone_decode_reads_in_place_and_keeps_no_memory_for_queries(
     off_run: EngineRun, default_run: EngineRun
@@ -78,12 +70,13 @@ def test_with_the_switch_alone_decode_reads_in_place_and_keeps_no_memory_for_que
         assert report["counters"]["transferred_bytes"] == 0
 
 
-def test_in_place_is_refused_where_ranks_do_not_share_memory(workload: dict[str, Any], tmp_path: Any) -> None:
+def test_in_place_is_refused_with_a_transport_by_which_ranks_do_not_share_memory(
+    workload: dict[str, Any], tmp_path: Any
+) -> None:
     options = kvpp(True, decode="in_place", transport="broadcast")
     engine = {**RECALL_ENGINE, "tensor_parallel_size": 2, "additional_config": options}
     with pytest.raises(AssertionError, match="the engine failed") as failure:
         run_engine(engine, [workload], tmp_path)
-    assert (
-        "Decode tokens cannot read the owner's memory in place. (the ranks do not share memory; set kvpp.decode to "
-        "auto, owner or transfer)"
-    ) in str(failure.value)
+    assert "kvpp.decode is in_place, but with kvpp.transport broadcast no rank reads another's memory" in str(
+        failure.value
+    )

@@ -138,6 +138,15 @@ def test_another_place_to_decode_is_refused_with_the_valid_ones(value):
     assert reason.endswith("(valid: auto, in_place, owner, or transfer)")
 
 
+def test_reading_in_place_is_refused_where_nobody_reads_anothers_memory():
+    (reason,) = reasons_against({"kvpp": {"decode": "in_place", "transport": "broadcast"}})
+
+    assert reason.startswith(
+        "kvpp.decode is in_place, but with kvpp.transport broadcast no rank reads another's memory"
+    )
+    assert reason.endswith("set kvpp.transport to auto, or kvpp.decode to auto, owner or transfer.")
+
+
 def test_another_transport_is_refused_with_the_valid_ones():
     (reason,) = reasons_against({"kvpp": {"transport": "nccl"}})
 

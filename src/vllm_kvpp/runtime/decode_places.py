@@ -34,16 +34,24 @@ class PlaceWalk:
         """Whether it comes next."""
         return self.num_passed < len(self._places) and self._places[self.num_passed].name == name
 
+    def check_next(self, name: str) -> None:
+        """Check that it comes next.
+
+        Raises:
+            KVPPOrderError: it does not.
+        """
+        if not self.is_next(name):
+            is_over = self.num_passed == len(self._places)
+            expected = "no further layer" if is_over else self._places[self.num_passed].name
+            raise KVPPOrderError(f"{name} was reached out of order in decode: KVPP expected {expected}.")
+
     def pass_next(self, name: str) -> OwnedPlace:
         """Go past the next place.
 
         Raises:
             KVPPOrderError: it is not `name`.
         """
-        if not self.is_next(name):
-            is_over = self.num_passed == len(self._places)
-            expected = "no further layer" if is_over else self._places[self.num_passed].name
-            raise KVPPOrderError(f"{name} was reached out of order in decode: KVPP expected {expected}.")
+        self.check_next(name)
         self.num_passed += 1
         return self._places[self.num_passed - 1]
 

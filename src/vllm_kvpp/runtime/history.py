@@ -55,7 +55,7 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class DecodeShare:
-    """What a step has to do if its decode rows attend at the owners.
+    """What a step has to do if its decode rows attend to the owners' memory.
 
     `num_attended_tokens` is the number of pairs of a row and a token that it attends to; `other_blocks` hold the
     history of the other requests, of which `has_others` says whether there are any.

@@ -6,7 +6,7 @@ step(history) ── start_forward ── before_layer(0) ── before_layer(1)
 ```
 
 Whether and what to transfer follows from the step and the plan alone, so every rank decides alike. Where decode rows
-attend at the owners (`owner_decode`), the history of the other requests is transferred, or nothing.
+attend to the owners' memory (`owner_decode`), the history of the other requests is transferred, or nothing.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class LayerTransfers:
     """Runs the transfers of one stage on one rank, one forward at a time.
 
     `layers` are all target layers of the stage in execution order. `group_label` names the group in messages.
-    `decode` is None where decode rows never attend at the owners. `transport` and `transfer`, the mode, may be
+    `decode` is None where the history of decode rows always moves. `transport` and `transfer`, the mode, may be
     exchanged between steps, on all ranks of the group alike.
     """
 
@@ -102,7 +102,7 @@ class LayerTransfers:
 
     @property
     def asks_for_rows(self) -> bool:
-        """Whether the forward that is about to start may attend decode rows at the owners."""
+        """Whether the forward that is about to start may attend decode rows to the owners' memory."""
         return self.decode is not None and self._step.has_history
 
     def start_forward(self, rows: DecodeRows | None = None) -> None:

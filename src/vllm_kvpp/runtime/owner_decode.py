@@ -104,7 +104,7 @@ class OwnerDecode:
         if self._links.reads is None:
             return
         try:
-            self._links.reads.await_read()
+            self._links.reads.begin_step()
         except (TimeoutError, RuntimeError) as error:
             what = "Waiting until all ranks had read the last decode step's caches"
             raise self._make_failure(what, error) from error
@@ -115,6 +115,9 @@ class OwnerDecode:
         """Decide for a forward, and switch on.
 
         Returns what is left to be moved by transfers; None if all of it is, and the forward goes without.
+
+        Raises:
+            KVPPTransferError: a step that failed has left the ranks at different places.
         """
         if rows is None:
             return None
@@ -132,9 +135,15 @@ class OwnerDecode:
             self._reads.prepare(share.num_rows)
             counters.steps_in_place += 1
         else:
-            self._exchange.prepare(share.num_rows)
+            self._prepare_exchange(share.num_rows)
             counters.steps_at_owner += 1
         return share
+
+    def _prepare_exchange(self, num_rows: int) -> None:
+        try:
+            self._exchange.prepare(num_rows)
+        except RuntimeError as error:
+            raise self._make_failure("Preparing the exchange of decode queries", error) from error
 
     def _choose_place(self, step: Step, share: DecodeShare, transfer: TransferMode) -> DecodePlace:
         if self._links.reads is not None and self.mode in ("auto", "in_place"):
@@ -178,23 +187,27 @@ class OwnerDecode:
         Raises:
             KVPPTransferError: a rank is gone.
         """
-        is_here = self._walk.find_owner(name) == self._group_rank
-        # Behind an indexer that is still to share what it chose, the gather begins when the query is there.
-        if self._place is not DecodePlace.OWNER or not is_here or not self._walk.is_next(name):
+        # Beside prompts the others' queries come no earlier.
+        if self._place is not DecodePlace.OWNER or not self._decodes_only:
+            return
+        # Behind an indexer, what it chose is shared first.
+        if self._walk.find_owner(name) != self._group_rank or not self._walk.is_next(name):
             return
         try:
             self._exchange.begin_gather()
-        except (TimeoutError, RuntimeError) as error:
-            raise self._make_failure(f"Waiting for the decode queries of {name}", error) from error
+        except RuntimeError as error:
+            raise self._make_failure(f"Beginning to gather the decode queries of {name}", error) from error
 
     def after_write(self, name: str) -> None:
         """Tell the readers that this rank has written the step's keys into its cache `name`, if it is the owner.
 
         Raises:
+            KVPPOrderError: the cache is not the next in order.
             KVPPTransferError: a rank is gone.
         """
         if not self.reads_in_place or self._walk.find_owner(name) != self._group_rank:
             return
+        self._walk.check_next(name)
         try:
             self._reads.tell_written(self._walk.num_passed)
         except RuntimeError as error:

@@ -29,8 +29,9 @@ class CollectiveExchange:
 
     def prepare(self, num_rows: int) -> None:
         """See `QueryExchange.prepare`."""
+        if self._arriving is not None:
+            raise RuntimeError("the gather of a step that failed is still under way")
         self._area.cut(num_rows)
-        self._arriving = None
 
     def begin_gather(self) -> None:
         """See `QueryExchange.begin_gather`. The own part of what is gathered is void."""

@@ -25,7 +25,11 @@ class QueryExchange(Protocol):
         """Rows for which its memory is large enough, the same on every rank."""
 
     def prepare(self, num_rows: int) -> None:
-        """Say how many rows the following attentions have, up to the next call."""
+        """Say how many rows the following attentions have, up to the next call.
+
+        Raises:
+            RuntimeError: a step that failed has left the ranks at different places.
+        """
 
     def begin_gather(self) -> None:
         """Say, at an owner, that it will gather next: the other ranks' queries may arrive while it still computes.

@@ -8,8 +8,6 @@ peer                            └─ read ─┴─ … ── end of the step
 
 from vllm_kvpp.transport.signals import Signals, UnexpectedMessageError, make_message
 
-_HAVE_READ = make_message("have read", 0)
-
 
 class OwnerReads:
     """The messages of one rank; the owner's memory is read as if it were the rank's own."""
@@ -17,11 +15,13 @@ class OwnerReads:
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._subject = ""
-        self._is_awaited = False
+        self._step = 0
+        # What everybody says at the end of the last step that read in place, as long as it is waited for.
+        self._awaited: bytes | None = None
 
     def prepare(self, num_rows: int) -> None:
         """Say how many decode rows the step that begins has: a rank that has other ones does not read the same."""
-        self._subject = f"in place {num_rows}"
+        self._subject = f"in place {self._step} {num_rows}"
 
     def tell_written(self, number: int) -> None:
         """Tell every peer that what it reads next, the step's place `number`, is written.
@@ -41,7 +41,7 @@ class OwnerReads:
         try:
             self._signals.expect(make_message(self._subject, number), peers=(owner_rank,))
         except UnexpectedMessageError as error:
-            if error.received == _HAVE_READ:
+            if error.received == self._make_farewell():
                 raise RuntimeError(f"group rank {error.peer} has given up this step") from error
             raise
 
@@ -51,19 +51,25 @@ class OwnerReads:
         Raises:
             RuntimeError: a peer is gone.
         """
-        self._is_awaited = True
-        self._tell_all(_HAVE_READ)
+        self._awaited = self._make_farewell()
+        self._tell_all(self._awaited)
 
-    def await_read(self) -> None:
+    def begin_step(self) -> None:
         """Wait until every peer has read what it wanted of the last step that read in place, if there was one.
+
+        Called before every step, on every rank alike: the messages of different steps differ.
 
         Raises:
             TimeoutError: as of `await_written`.
             RuntimeError: as of `await_written`.
         """
-        if self._is_awaited:
-            self._is_awaited = False
-            self._signals.expect(_HAVE_READ)
+        self._step += 1
+        if self._awaited is not None:
+            self._signals.expect(self._awaited)
+            self._awaited = None
+
+    def _make_farewell(self) -> bytes:
+        return make_message("have read", self._step)
 
     def _tell_all(self, message: bytes) -> None:
         """Tell everybody who is there, also behind one who is not: these would wait for nothing."""

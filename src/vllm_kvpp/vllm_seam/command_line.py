@@ -25,6 +25,7 @@ from vllm_kvpp.errors import KVPPConfigError, KVPPError
 from vllm_kvpp.vllm_seam.decode_backends import (
     DIFFERENT_TOKENS,
     NO_SHARED_MEMORY,
+    NOT_ON_DEVICES,
     find_backend_obstacle,
     find_in_place_backend_obstacle,
     make_in_place_refusal,
@@ -174,7 +175,7 @@ def _find_decode_obstacle(config: VllmConfig, backend: Any) -> str | None:
 def _find_in_place_obstacle(config: VllmConfig, options: KVPPOptions, backend: Any) -> str | None:
     """As far as it is known: whether ranks on CPUs can share memory, only a start finds out."""
     if current_platform.device_type != "cpu":
-        return f"{NO_SHARED_MEMORY}, which only ranks on CPUs do"
+        return NOT_ON_DEVICES
     if options.transport == "broadcast":
         return f"{NO_SHARED_MEMORY}, as kvpp.transport is broadcast"
     if config.parallel_config.prefill_context_parallel_size > 1:

@@ -16,6 +16,7 @@ from vllm_kvpp.errors import KVPPConfigError
 DECLARATION = "kvpp_attends_all_heads"
 DIFFERENT_TOKENS = "ranks of prefill context parallelism have different tokens"
 NO_SHARED_MEMORY = "the ranks do not share memory"
+NOT_ON_DEVICES = f"{NO_SHARED_MEMORY}, which only ranks on CPUs do"
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ def find_obstacle(attentions: Collection[Any], *, prefill_context_parallel_size:
 
 
 def find_in_place_obstacle(
-    attentions: Collection[Any], *, prefill_context_parallel_size: int, shares_memory: bool
+    attentions: Collection[Any], *, prefill_context_parallel_size: int, shares_memory: bool, on_cpu: bool
 ) -> str | None:
     """Say why decode rows cannot read an owner's memory in place in these attention modules, or None if they can."""
     if not shares_memory:
-        return NO_SHARED_MEMORY
+        return NO_SHARED_MEMORY if on_cpu else NOT_ON_DEVICES
     if (obstacle := _find_common_obstacle(attentions, prefill_context_parallel_size)) is not None:
         return obstacle
     obstacles = (find_in_place_backend_obstacle(attention.attn_backend) for attention in attentions)

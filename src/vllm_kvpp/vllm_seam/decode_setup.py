@@ -45,6 +45,12 @@ class DecodeSetup:
     attends_at_owner: bool
     reads_in_place: bool
 
+    @property
+    def ways(self) -> str:
+        """What the stage can do beside moving history, to be compared among ranks."""
+        ways = {"in_place": self.reads_in_place, "owner": self.attends_at_owner}
+        return ", ".join(name for name, is_possible in ways.items() if is_possible)
+
     def find_mode(self, asked: DecodeMode) -> DecodeMode:
         """What `kvpp.decode` comes to: with `auto`, reading in place is never dearer than another way."""
         return "in_place" if asked == "auto" and self.reads_in_place else asked
@@ -79,7 +85,7 @@ def set_up_decode(
         names, places
     )
     in_place_obstacle = find_in_place_obstacle(
-        attentions, prefill_context_parallel_size=pcp_size, shares_memory=group.shares_memory
+        attentions, prefill_context_parallel_size=pcp_size, shares_memory=group.shares_memory, on_cpu=on_cpu
     ) or find_indexer_obstacle(places)
     if options.decode == "owner" and obstacle is not None:
         raise make_refusal(obstacle)

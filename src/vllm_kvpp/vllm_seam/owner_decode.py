@@ -66,7 +66,8 @@ def find_sparse_obstacle(names: Sequence[str], places: DecodePlaces) -> str | No
 
 def find_indexer_obstacle(places: DecodePlaces) -> str | None:
     """Say why decode cannot read in place in these layers, or None if it can."""
-    return "its indexers choose at the owner, and other ranks do not know what" if places.indexers else None
+    is_sparse = bool(places.indexers) or any(attention.impl.is_sparse for attention in places.attentions.values())
+    return "its indexers choose at the owner, and other ranks do not know what" if is_sparse else None
 
 
 def describe_queries(places: DecodePlaces, group_size: int, dtype: torch.dtype) -> QueryShape:
@@ -86,7 +87,7 @@ def describe_queries(places: DecodePlaces, group_size: int, dtype: torch.dtype) 
 def attach_owner_decode(
     places: DecodePlaces, decode: OwnerDecode, dtype: torch.dtype, views: Mapping[str, OwnerView]
 ) -> None:
-    """Let each attention's decode rows attend, and each indexer choose, at its owner while `decode` is on.
+    """Let each attention's decode rows attend to its owner's memory, and each indexer choose there, if `decode` is on.
 
     `views` are those of the caches that other ranks own, by name, if decode rows may read in place.
 

@@ -39,6 +39,7 @@ class KVPPSession:
             device,
             self._options.transfer_timeout_seconds,
             may_share_memory=self._options.transport == "auto",
+            # With "auto" it is not known yet whether decode reads in place instead.
             may_exchange=self._options.decode in ("auto", "owner"),
         )
         self._plan: CachePlan | None = None
@@ -72,6 +73,8 @@ class KVPPSession:
         self._plan = plan
         self._available_bytes = available_bytes
         self._decode = set_up_decode(plan, self._options, self._group, self._vllm_config, model_runner)
+        ways = self._decode.ways if self._decode is not None else "transfer"
+        self._group.check_agreement("how decode can reach its history", ways)
         own_exchange_bytes = plan_exchange(self._find_exchanged_queries(), available_bytes)
         self._exchange_bytes = min(self._group.gather(own_exchange_bytes))
         if self._decode is not None and self._options.decode == "owner" and self._exchange_bytes == 0:

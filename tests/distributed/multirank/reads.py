@@ -35,9 +35,9 @@ class ReadsWrapper(OwnerReads):
         """See `OwnerReads.tell_read`."""
         self.inner.tell_read()
 
-    def await_read(self) -> None:
-        """See `OwnerReads.await_read`."""
-        self.inner.await_read()
+    def begin_step(self) -> None:
+        """See `OwnerReads.begin_step`."""
+        self.inner.begin_step()
 
 
 class LateOwner(ReadsWrapper):
@@ -85,10 +85,10 @@ class HastyOwner(ReadsWrapper):
 
     def prepare(self, num_rows: int) -> None:
         """See `OwnerReads.prepare`."""
-        self.inner.await_read()
+        self.inner.begin_step()
         self.inner.prepare(num_rows)
 
-    def await_read(self) -> None:
+    def begin_step(self) -> None:
         """Return at once."""
 
 

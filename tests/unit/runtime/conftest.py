@@ -90,7 +90,7 @@ class FakeExchange:
 
     def prepare(self, num_rows):
         self.num_rows = num_rows
-        self.log.append(f"prepare {num_rows}")
+        self._note(f"prepare {num_rows}")
 
     def begin_gather(self):
         self._note("begin_gather")

@@ -155,6 +155,23 @@ def test_between_steps_and_out_of_order_no_query_is_let_in(make_decode):
     assert exchange.log == ["prepare 2"]
 
 
+def test_beside_prompts_no_query_is_let_in_before_the_owner_has_its_own(make_decode):
+    decode, exchange = make_decode(rank=0)
+    begin(decode, WITH_PREFILL, ONE_ROW)
+    decode.before_write("layers.0.attn")
+
+    assert exchange.log == ["prepare 1"]
+
+
+def test_ranks_that_a_failed_step_left_apart_are_an_error_of_the_next(make_decode):
+    decode, exchange = make_decode(rank=0)
+    exchange.failures["prepare"] = failure = RuntimeError("the gather of a step that failed is still under way")
+    with pytest.raises(KVPPTransferError, match=r"^Preparing the exchange of decode queries failed in") as caught:
+        begin(decode)
+
+    assert caught.value.__cause__ is failure
+
+
 def test_a_rank_that_is_gone_as_an_owner_writes_is_an_error_that_names_the_layer(make_decode):
     decode, exchange = make_decode(rank=0)
     begin(decode)
@@ -162,7 +179,9 @@ def test_a_rank_that_is_gone_as_an_owner_writes_is_an_error_that_names_the_layer
     with pytest.raises(KVPPTransferError) as caught:
         decode.before_write("layers.0.attn")
 
-    assert str(caught.value).startswith("Waiting for the decode queries of layers.0.attn failed in the KVPP group of ")
+    assert str(caught.value).startswith(
+        "Beginning to gather the decode queries of layers.0.attn failed in the KVPP group of "
+    )
     assert caught.value.__cause__ is failure
 
 

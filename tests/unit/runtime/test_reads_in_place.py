@@ -33,8 +33,8 @@ class FakeReads:
     def tell_read(self):
         self._note("tell_read")
 
-    def await_read(self):
-        self._note("await_read")
+    def begin_step(self):
+        self._note("begin_step")
 
     def _note(self, call):
         self.log.append(call)
@@ -80,7 +80,7 @@ def test_an_owner_tells_what_it_has_written_and_waits_for_what_others_have(make_
     run_step(stage, decode)
 
     assert reads.log == [
-        *("await_read", "prepare 2"),
+        *("begin_step", "prepare 2"),
         *("tell_written 0", "await_written 1 1", "tell_written 2"),
         "tell_read",
     ]
@@ -100,7 +100,7 @@ def test_other_modes_read_nothing_in_place_but_wait_for_the_readers_of_an_earlie
     with pytest.raises(KVPPOrderError, match="did not"):
         run_step(stage, decode, numbers=())
 
-    assert reads.log == ["await_read"]
+    assert reads.log == ["begin_step"]
 
 
 def test_in_place_without_shared_memory_moves_history(make_decode):
@@ -114,7 +114,7 @@ def test_a_step_without_history_waits_for_the_readers_of_the_last_one_before_it_
     stage, decode, _ = make_both(rank=0)
     run_step(stage, decode, FIRST_PREFILL, rows=None)
 
-    assert reads.log == ["await_read"]
+    assert reads.log == ["begin_step"]
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, ["tell_written 0", "tell_written 2"]), (1, ["tell_written 1"])])
@@ -201,6 +201,15 @@ def test_an_attention_that_was_passed_by_is_noticed_at_the_end(make_both):
         run_step(stage, decode, numbers=[0])
 
 
+def test_a_cache_that_is_written_before_its_turn_is_refused_and_not_told_of(make_both, reads):
+    _, decode, _ = make_both(rank=0)
+    decode.begin(DECODE, TWO_ROWS, "auto", TransferCounters())
+
+    with pytest.raises(KVPPOrderError, match=r"^layers\.2\.attn was reached out of order .* expected layers\.0\.attn"):
+        decode.after_write("layers.2.attn")
+    assert reads.log == ["prepare 2"]
+
+
 def test_a_rank_that_fails_tells_the_others_that_it_reads_no_more(make_both, reads):
     stage, decode, _ = make_both(rank=0)
     with pytest.raises(ZeroDivisionError):
@@ -221,7 +230,7 @@ def test_a_lost_peer_does_not_hide_the_error_of_a_step(make_both, reads):
 @pytest.mark.parametrize(
     ("call", "rank", "words"),
     [
-        ("await_read", 0, "Waiting until all ranks had read the last decode step's caches"),
+        ("begin_step", 0, "Waiting until all ranks had read the last decode step's caches"),
         ("tell_written", 0, "Telling the other ranks that layers.0.attn is written"),
         ("await_written", 1, "Waiting for the owner of layers.0.attn, rank 0, to write it"),
     ],
@@ -237,7 +246,7 @@ def test_a_lost_rank_is_an_error_that_names_what_was_waited_for(make_both, reads
     assert caught.value.__cause__ is failure
 
 
-@pytest.mark.parametrize(("call", "rank"), [("await_read", 0), ("await_written", 1)])
+@pytest.mark.parametrize(("call", "rank"), [("begin_step", 0), ("await_written", 1)])
 def test_a_rank_that_does_not_come_is_an_error_too(make_both, reads, call, rank):
     stage, decode, _ = make_both(rank=rank)
     reads.failures[call] = TimeoutError("nothing from group rank 2 within 5 s")

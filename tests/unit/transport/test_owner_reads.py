@@ -59,7 +59,7 @@ def test_a_reader_of_something_else_is_told(make_ranks, rows_of_reader, number):
 
 
 def test_before_it_has_read_in_place_a_rank_waits_for_nobody(make_ranks):
-    make_ranks().reads[0].await_read()
+    make_ranks().reads[0].begin_step()
 
 
 def test_the_next_step_waits_until_every_peer_has_read(make_ranks):
@@ -68,7 +68,31 @@ def test_the_next_step_waits_until_every_peer_has_read(make_ranks):
         ranks.reads[rank].tell_read()
 
     with pytest.raises(TimeoutError, match=r"^nothing from group rank 2 within"):
-        ranks.reads[0].await_read()
+        ranks.reads[0].begin_step()
+
+
+def test_who_has_not_read_is_waited_for_again_by_the_step_after(make_ranks):
+    ranks = make_ranks()
+    for rank in (0, 1):
+        ranks.reads[rank].tell_read()
+    with pytest.raises(TimeoutError):
+        ranks.reads[0].begin_step()
+    with pytest.raises(TimeoutError, match=r"^nothing from group rank 2 within"):
+        ranks.reads[0].begin_step()
+    ranks.reads[2].tell_read()
+    ranks.reads[0].begin_step()
+
+
+def test_what_an_owner_has_written_in_the_next_step_is_not_taken_for_this_ones(make_ranks):
+    ranks = make_ranks()
+    # Rank 1 has failed before it read in place, and goes on.
+    for rank in (0, 1, 1):
+        ranks.reads[rank].begin_step()
+        ranks.reads[rank].prepare(2)
+    ranks.reads[1].tell_written(0)
+
+    with pytest.raises(RuntimeError, match=r"^group rank 1 does not move the same in this step"):
+        ranks.reads[0].await_written(1, 0)
 
 
 def test_a_step_that_all_have_read_is_waited_for_once(make_ranks):
@@ -76,14 +100,14 @@ def test_a_step_that_all_have_read_is_waited_for_once(make_ranks):
     for reads in ranks.reads:
         reads.tell_read()
     for reads in ranks.reads * 2:
-        reads.await_read()
+        reads.begin_step()
 
 
 def test_many_steps_keep_their_messages_apart(make_ranks):
     ranks = make_ranks()
     for num_rows in (3, 3, 1):
         for reads in ranks.reads:
-            reads.await_read()
+            reads.begin_step()
         ranks.prepare(*[num_rows] * 3)
         for number, owner_rank in enumerate((0, 1, 2, 0)):
             ranks.reads[owner_rank].tell_written(number)
@@ -124,7 +148,7 @@ def test_who_is_still_there_is_told_behind_a_peer_that_is_gone(make_ranks, call)
     with pytest.raises(RuntimeError, match=r"^group rank 1 is gone$"):
         getattr(ranks.reads[0], call)(*([0] if call == "tell_written" else []))
 
-    expected = make_message("in place 2", 0) if call == "tell_written" else make_message("have read", 0)
+    expected = make_message("in place 0 2", 0) if call == "tell_written" else make_message("have read", 0)
     ranks.signals[2].expect(expected, peers=(0,))
 
 
@@ -144,4 +168,4 @@ def test_a_reader_that_is_gone_is_noticed_by_the_next_step(make_ranks):
     ranks.signals[1].close()
 
     with pytest.raises(RuntimeError, match=r"^group rank 1 is gone$"):
-        ranks.reads[0].await_read()
+        ranks.reads[0].begin_step()

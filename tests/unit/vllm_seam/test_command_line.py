@@ -194,14 +194,17 @@ def on_device(monkeypatch):
     monkeypatch.setattr(command_line, "current_platform", SimpleNamespace(device_type="cuda"))
 
 
-NOT_IN_PLACE = pytest.mark.parametrize(
-    ("backend", "config", "expected"),
-    [
-        ("AMX_MLA", {}, "attention backend AMX_MLA: nobody has run it on another rank's memory yet"),
-        ("CPU_MLA", {"pcp_size": 2}, "ranks of prefill context parallelism have different tokens"),
-        ("CPU_MLA", {"transport": "broadcast"}, "the ranks do not share memory, as kvpp.transport is broadcast"),
-    ],
+OF_THE_MACHINE = (
+    ("AMX_MLA", {}, "attention backend AMX_MLA: nobody has run it on another rank's memory yet"),
+    ("CPU_MLA", {"pcp_size": 2}, "ranks of prefill context parallelism have different tokens"),
 )
+# This one the settings refuse by themselves.
+OF_THE_SETTINGS = (
+    "CPU_MLA",
+    {"transport": "broadcast"},
+    "the ranks do not share memory, as kvpp.transport is broadcast",
+)
+NOT_IN_PLACE = ("backend", "config", "expected")
 
 
 @pytest.mark.parametrize("decode", ["auto", "in_place"])
@@ -211,7 +214,7 @@ def test_ranks_on_cpus_whose_backend_reads_in_place_have_no_obstacle_to_it(decod
     assert (verdict.outcome, verdict.in_place_obstacle) == ("on", None)
 
 
-@NOT_IN_PLACE
+@pytest.mark.parametrize(NOT_IN_PLACE, [*OF_THE_MACHINE, OF_THE_SETTINGS])
 @pytest.mark.parametrize("decode", ["auto", "transfer"])
 def test_an_obstacle_to_reading_in_place_is_told_where_decode_has_other_ways(
     backend, config, expected, decode, build, monkeypatch
@@ -221,7 +224,7 @@ def test_an_obstacle_to_reading_in_place_is_told_where_decode_has_other_ways(
     assert (verdict.outcome, verdict.in_place_obstacle) == ("on", expected)
 
 
-@NOT_IN_PLACE
+@pytest.mark.parametrize(NOT_IN_PLACE, OF_THE_MACHINE)
 def test_reading_in_place_with_an_obstacle_is_refused_as_a_start_would(backend, config, expected, build, monkeypatch):
     verdict = judge_decode(build, monkeypatch, decode="in_place", backend=make_backend(backend), **config)
     (reason,) = verdict.reasons
@@ -237,6 +240,7 @@ def test_ranks_on_devices_do_not_share_memory(build, monkeypatch, on_device):
 
 
 def test_a_server_without_kvpp_is_not_refused_for_an_obstacle(build, monkeypatch):
-    build(make_config(additional_config={"kvpp": {"decode": "in_place", "transport": "broadcast"}}))
+    build(make_config(additional_config={"kvpp": {"decode": "in_place"}}))
+    monkeypatch.setattr(command_line, "choose_backend", lambda *args, **kwargs: make_backend("FLASHMLA"))
 
     assert judge_command(command("M"), is_attached=True).outcome == "off"

@@ -129,9 +129,12 @@ def test_ranks_of_prefill_context_parallelism_have_different_tokens(attention_cl
     assert found == "ranks of prefill context parallelism have different tokens"
 
 
-def in_place_obstacle(attentions, *, prefill_context_parallel_size=1, shares_memory=True):
+def in_place_obstacle(attentions, *, prefill_context_parallel_size=1, shares_memory=True, on_cpu=True):
     return find_in_place_obstacle(
-        attentions, prefill_context_parallel_size=prefill_context_parallel_size, shares_memory=shares_memory
+        attentions,
+        prefill_context_parallel_size=prefill_context_parallel_size,
+        shares_memory=shares_memory,
+        on_cpu=on_cpu,
     )
 
 
@@ -143,6 +146,9 @@ def test_a_backend_that_reads_in_place_has_no_obstacle_where_memory_is_shared(at
     # Each rank attends its own heads, so how many others have does not matter.
     assert in_place_obstacle([attention_class(), attention_class(num_heads=4)]) is None
     assert in_place_obstacle([attention_class()], shares_memory=False) == "the ranks do not share memory"
+    assert in_place_obstacle([attention_class()], shares_memory=False, on_cpu=False) == (
+        "the ranks do not share memory, which only ranks on CPUs do"
+    )
 
 
 @pytest.mark.parametrize("backend", ["TRITON_MLA", "OTHERS_MLA"])

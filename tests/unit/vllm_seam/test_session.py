@@ -166,7 +166,8 @@ def test_the_ranks_compare_their_plans(make_session, make_specs):
     group = FakeGroup()
     make_session(group=group).plan_budget(make_specs(), AVAILABLE, FakeRunner())
 
-    assert group.agreed == [("the cache plan", plan_cache(describe_caches(make_specs()), group_size=2).digest)]
+    digest = plan_cache(describe_caches(make_specs()), group_size=2).digest
+    assert group.agreed == [("the cache plan", digest), ("how decode can reach its history", "transfer")]
 
 
 def test_the_ranks_compare_their_plans_before_a_rank_refuses_its_budget(make_session, make_specs):
@@ -174,7 +175,7 @@ def test_the_ranks_compare_their_plans_before_a_rank_refuses_its_budget(make_ses
     with pytest.raises(KVPPBudgetError):
         make_session(group=group).plan_budget(make_specs(), 1, FakeRunner())
 
-    assert len(group.agreed) == 1
+    assert [what for what, _ in group.agreed] == ["the cache plan", "how decode can reach its history"]
 
 
 def test_a_layout_without_whole_layers_is_refused_with_a_remedy(make_session, make_specs):

@@ -40,6 +40,7 @@ class FakeGroup:
         self.least = least
         self.areas = []
         self.staging = None
+        self.agreed = {}
 
     def gather(self, value):
         return [value, value if self.least is None else min(value, self.least)]
@@ -60,10 +61,12 @@ class FakeGroup:
         return SimpleNamespace(traits=ExchangeTraits(0), max_rows=areas[0].max_rows)
 
     def make_reads(self):
+        assert self.agreed["how decode can reach its history"] == "in_place, owner"
         return OwnerReads(SimpleNamespace(peers=(1,)))
 
     def check_agreement(self, what, value):
         """They always agree."""
+        self.agreed[what] = value
 
 
 class FakeRunner:
