@@ -36,8 +36,7 @@ from tiny_model import BLOCK_SIZE, DTYPE, NUM_HEADS, NUM_LAYERS, PAGE_BYTES
 SHAPES = dict.fromkeys((1, 4, 32), (64, 1024, 4096, 8192))
 BATCHES = tuple(Batch(num_requests, tokens) for num_requests, lengths in SHAPES.items() for tokens in lengths)
 # Room for all histories at once, and some more: the longest of each request, with which its shorter ones begin.
-LONGEST = [max(max(lengths) for count, lengths in SHAPES.items() if number < count) for number in range(max(SHAPES))]
-NUM_POOL_BLOCKS = sum(LONGEST) // BLOCK_SIZE + 128
+NUM_POOL_BLOCKS = max(batch.num_requests * batch.num_history_tokens for batch in BATCHES) // BLOCK_SIZE + 128
 CELLS = tuple(Cell(f"{batch.num_requests} × {batch.num_history_tokens:,}", NUM_POOL_BLOCKS, batch) for batch in BATCHES)
 QUICK_CELLS = tuple(cell for cell in CELLS if cell.label in ("1 × 64", "4 × 1,024"))
 # Of each rank, with room for what KVPP keeps beside the caches.
